@@ -1,0 +1,52 @@
+"""What a step is told: which tokens of which sequences. Shapes are fixed, lengths are data."""
+
+import dataclasses
+
+import jax
+from jaxtyping import Array, Bool, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TileBatch:
+    """Prompt tokens of up to ``lanes`` sequences, one tile each; active lanes stand first."""
+
+    tokens: Int[Array, "lanes tile"]
+    """Token ids; those at or past ``end`` may hold anything."""
+    slots: Int[Array, "lanes"]
+    """Slot of each lane's sequence; no slot twice. An idle lane's is the number of slots."""
+    starts: Int[Array, "lanes"]
+    """First position, a multiple of the tile."""
+    ends: Int[Array, "lanes"]
+    """Position after the last token; ``starts`` for an idle lane."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeBatch:
+    """The next token of every active slot."""
+
+    tokens: Int[Array, "slots"]
+    """Token ids; those of idle slots may hold anything."""
+    active: Bool[Array, "slots"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """Static choices of the executables. All but ``sequential`` are part of the results' bits."""
+
+    tile: int = 128
+    """Prompt tokens computed at once; a multiple of ``geometry.block_tokens``."""
+    lanes: int = 1
+    """Sequences of one tile step."""
+    key_block: int = 128
+    """Compressed rows that attention sums at once."""
+    index_block: int = 1024
+    """Index rows scored at once."""
+    expert_rows: int = 32
+    """Prompt tokens of one expert multiplied at once."""
+    sequential: bool = False
+    """Run active lanes and slots one after the other in a traced loop, so that idle ones cost
+    nothing: right for CPUs. Off, all run at once."""
+    all_logits: bool = False
+    """Tile steps return logits of every position rather than each lane's last."""

@@ -1,0 +1,68 @@
+"""COMPRESSED: immutable rows of complete cells, in blocks that all sequences share."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Shaped
+
+from hybridkv.geometry import Geometry
+from hybridkv.state.capacity import Capacity
+from hybridkv.state.leaf import Leaf
+from pallas_kernels.packing import api as packing
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompressedRows:
+    """One pool a layer, ``[blocks, rows_per_block, stored]``; none where a layer stores none."""
+
+    layers: tuple[Shaped[Array, "blocks rows stored"] | None, ...]
+
+    @classmethod
+    def declare(cls, geometry: Geometry, capacity: Capacity) -> "CompressedRows":
+        """The pools' declarations."""
+        form = stored_row(geometry.row_width, geometry.row_format.name, geometry.row_bytes)
+        return cls(
+            layers=tuple(
+                declare_pool(geometry.rows_per_block(layer.ratio), form, capacity)
+                if layer.stores_rows
+                else None
+                for layer in geometry.layers
+            )
+        )
+
+
+def stored_row(width: int, format: str, row_bytes: int) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of one stored row: channels for plain formats, else packed bytes."""
+    try:
+        return packing.stored_form(width, format)
+    except NotImplementedError:
+        return jax.ShapeDtypeStruct((row_bytes,), jnp.uint8)
+
+
+def declare_pool(rows_per_block: int, form: jax.ShapeDtypeStruct, capacity: Capacity) -> Leaf:
+    """One layer's pool."""
+    return Leaf(
+        shape=(capacity.blocks, rows_per_block, *form.shape),
+        dtype=form.dtype,
+        axes=("blocks", "rows", "width"),
+    )
+
+
+def write_rows(
+    pool: Shaped[Array, "blocks rows stored"],
+    table: Int[Array, "*n blocks_per_sequence"],
+    numbers: Int[Array, "*n count"],
+    whole: Bool[Array, "*n count"],
+    rows: Shaped[Array, "*n count stored"],
+) -> Shaped[Array, "blocks rows stored"]:
+    """Writes stored ``rows`` as row ``numbers`` of sequences with block tables ``table``.
+
+    Rows that are not ``whole`` go nowhere: their index is past the pool and the write is dropped.
+    """
+    blocks, per = pool.shape[:2]
+    place = jnp.minimum(numbers // per, table.shape[-1] - 1)
+    block = jnp.take_along_axis(table, place, axis=-1)
+    block = jnp.where(whole, block, blocks)
+    return pool.at[block, numbers % per].set(rows, mode="drop")

@@ -1,0 +1,75 @@
+"""WINDOW: the last raw rows of every windowed layer.
+
+A ring of ``window`` rows a slot: the row of position ``p`` stands at ``p % window``. Of them the
+last ``window - 1`` are the state; the oldest is overwritten by the next token before it is read.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Shaped
+
+from hybridkv.geometry import Geometry
+from hybridkv.state.capacity import Capacity
+from hybridkv.state.compressed import stored_row
+from hybridkv.state.leaf import Leaf
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WindowRows:
+    """One ring a windowed layer, ``[slots, window, stored]``; none elsewhere."""
+
+    layers: tuple[Shaped[Array, "slots window stored"] | None, ...]
+
+    @classmethod
+    def declare(cls, geometry: Geometry, capacity: Capacity) -> "WindowRows":
+        """The rings' declarations."""
+        form = stored_row(
+            geometry.row_width, geometry.window_format.name, geometry.window_row_bytes
+        )
+        return cls(
+            layers=tuple(
+                Leaf(
+                    shape=(capacity.slots, layer.window, *form.shape),
+                    dtype=form.dtype,
+                    axes=("slots", None, "width"),
+                )
+                if layer.window
+                else None
+                for layer in geometry.layers
+            )
+        )
+
+
+def read_window(
+    ring: Shaped[Array, "n window stored"], first: Int[Array, "n"]
+) -> Shaped[Array, "n before stored"]:
+    """The ``window - 1`` rows before position ``first``, oldest first.
+
+    Rows before position 0 are zero, by selection.
+    """
+    window = ring.shape[1]
+    position = first[:, None] + jnp.arange(1 - window, 0, dtype=jnp.int32)[None, :]
+    rows = jnp.take_along_axis(ring, (position % window)[..., None], axis=1)
+    return jnp.where((position >= 0)[..., None], rows, jnp.zeros((), ring.dtype))
+
+
+def ring_after(
+    buffer: Shaped[Array, "n buffer stored"],
+    ring: Shaped[Array, "n window stored"],
+    first: Int[Array, "n"],
+    end: Int[Array, "n"],
+) -> Shaped[Array, "n window stored"]:
+    """The ring at position ``end`` (not before ``first``).
+
+    ``buffer`` holds the rows of positions ``first - (window - 1) ...``, as attention reads them.
+    Places whose row is older than the buffer keep what they hold.
+    """
+    window = ring.shape[1]
+    place = jnp.arange(window, dtype=jnp.int32)[None, :]
+    position = end[:, None] - 1 - (end[:, None] - 1 - place) % window
+    at = position - first[:, None] + window - 1
+    rows = jnp.take_along_axis(buffer, jnp.maximum(at, 0)[..., None], axis=1)
+    return jnp.where(((at >= 0) & (position >= 0))[..., None], rows, ring)

@@ -1,0 +1,74 @@
+"""Pieces that every model here is built from."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+
+class Linear(nnx.Module):
+    """``x @ kernel`` without bias. The kernel is ``[inputs, outputs]``."""
+
+    def __init__(self, inputs: int, outputs: int, *, dtype: str, rngs: nnx.Rngs) -> None:
+        init = nnx.initializers.truncated_normal(stddev=inputs**-0.5)
+        self.kernel = nnx.Param(init(rngs.params(), (inputs, outputs), jnp.dtype(dtype)))
+
+    def __call__(self, x: Float[Array, "*n inputs"]) -> Float[Array, "*n outputs"]:
+        """The product, in the dtype of the kernel."""
+        kernel = self.kernel[...]
+        return jnp.matmul(x.astype(kernel.dtype), kernel)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square normalisation with a weight, computed in float32."""
+
+    def __init__(self, width: int, *, eps: float, dtype: str) -> None:
+        self.eps = eps
+        self.weight = nnx.Param(jnp.ones((width,), jnp.dtype(dtype)))
+
+    def __call__(self, x: Float[Array, "*n width"]) -> Float[Array, "*n width"]:
+        """``x / rms(x) * weight`` in the dtype of ``x``."""
+        normal = rms_normalize(x, self.eps)
+        scaled = normal * self.weight[...].astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+        return scaled.astype(x.dtype)
+
+
+def rms_normalize(x: Float[Array, "*n width"], eps: float) -> Float[Array, "*n width"]:
+    """``x / rms(x)`` over the last axis, in float32."""
+    wide = x.astype(jnp.float32)
+    return wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+
+
+class Angles(NamedTuple):
+    """cos and sin of every rotary pair: float32 ``[*n, rope / 2]``."""
+
+    cos: jax.Array
+    sin: jax.Array
+
+
+def rotary_angles(positions: Int[Array, "*n"], frequencies: np.ndarray) -> Angles:
+    """Angles at ``positions`` (tokens) for ``frequencies`` (radians a token)."""
+    shape = (1,) * positions.ndim + (-1,)
+    angle = positions.astype(jnp.float32)[..., None] * jnp.asarray(frequencies).reshape(shape)
+    return Angles(jnp.cos(angle), jnp.sin(angle))
+
+
+def rotate(
+    x: Float[Array, "*n width"], angles: Angles, *, inverse: bool = False
+) -> Float[Array, "*n width"]:
+    """Rotates the last channels of ``x``, pairwise interleaved; the others pass through.
+
+    ``angles`` must broadcast against ``x`` without its last axis.
+    """
+    cos, sin = angles
+    if inverse:
+        sin = -sin
+    rope = 2 * cos.shape[-1]
+    pairs = x[..., -rope:].astype(jnp.float32).reshape(*x.shape[:-1], rope // 2, 2)
+    even, odd = pairs[..., 0], pairs[..., 1]
+    turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
+    turned = turned.reshape(*x.shape[:-1], rope).astype(x.dtype)
+    return jnp.concatenate([x[..., :-rope], turned], axis=-1)

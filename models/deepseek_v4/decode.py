@@ -1,0 +1,176 @@
+"""The decode step: one more token of every active slot."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from hybridkv.geometry import Geometry
+from hybridkv.state.batch import DecodeBatch, StepOptions
+from hybridkv.state.cache import Cache, LayerCache
+from hybridkv.state.compressed import write_rows
+from hybridkv.state.tail import CompressorTail
+from hybridkv.state.window import read_window
+from models.common import rotary_angles
+from models.deepseek_v4.attention import Attention
+from models.deepseek_v4.compressor import CellInput, Compressor
+from models.deepseek_v4.lanes import map_sequences
+from models.deepseek_v4.model import AttendInput, DeepseekV4
+from models.deepseek_v4.tile import pool_after, sequence_attention
+from pallas_kernels.packing import api as packing
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slots:
+    """The sequences of one decode step, as every layer sees them."""
+
+    positions: Int[Array, "slots"]
+    write: Int[Array, "slots"]
+    """Slot to write to: past the end, and so nowhere, for idle ones."""
+    active: Array
+    order: Int[Array, "slots"]
+    """Active slots first."""
+    table: Int[Array, "slots blocks_per_sequence"]
+
+
+def decode_step(
+    model: DeepseekV4, batch: DecodeBatch, cache: Cache, options: StepOptions
+) -> tuple[Float[Array, "slots vocab"], Cache]:
+    """Consumes one token of every active slot; DONATES cache when jitted by a caller.
+
+    Returns float32 logits (garbage for idle slots) and the cache one token later.
+    """
+    numbers = jnp.arange(cache.slots, dtype=jnp.int32)
+    context = Slots(
+        positions=cache.lengths,
+        write=jnp.where(batch.active, numbers, cache.slots),
+        active=batch.active,
+        order=jnp.argsort(jnp.logical_not(batch.active), stable=True).astype(jnp.int32),
+        table=cache.block_table,
+    )
+    tokens = jnp.where(batch.active, batch.tokens, 0)
+    attend = _attention(model, cache.geometry, context, options)
+    layers = [cache.layer(number) for number in range(model.config.layers)]
+    hidden, after = model(tokens, context.positions, attend, tuple(enumerate(layers)), rows=1)
+    lengths = cache.lengths + batch.active.astype(jnp.int32)
+    return model.logits(hidden), cache.with_layers(after, lengths)
+
+
+def _attention(
+    model: DeepseekV4, geometry: Geometry, slots: Slots, options: StepOptions
+) -> Callable[[AttendInput, tuple[int, LayerCache]], tuple[jax.Array, LayerCache]]:
+    config = model.config
+
+    def attend(inputs: AttendInput, carry: tuple[int, LayerCache]) -> tuple[jax.Array, LayerCache]:
+        number, layer = carry
+        attention, x, positions, angles = inputs
+        frequencies = config.layer_rope(number).frequencies(config.rope_dim)
+        latent = attention.latent(x)
+        row = packing.encode(attention.rows(x, angles), geometry.window_format.name)
+        assert layer.window is not None
+        buffer = jnp.concatenate([read_window(layer.window, positions), row[:, None]], axis=1)
+        place = positions % config.window
+        new = dataclasses.replace(
+            layer, window=layer.window.at[slots.write, place].set(row, mode="drop")
+        )
+        arguments = [
+            attention.queries(latent, angles).astype(jnp.float32)[:, None],
+            packing.decode(buffer, geometry.window_format.name),
+            positions,
+        ]
+        if attention.compressor is not None:
+            new = dataclasses.replace(
+                new, **_compress(attention, inputs, layer, slots, geometry, frequencies)
+            )
+            visible = (positions + 1) // config.layer_ratios[number]
+            arguments += [slots.table, visible[:, None]]
+        if attention.indexer is not None:
+            queries = attention.indexer.query(x, latent, angles)
+            arguments += [part[:, None] for part in queries]
+        o = map_sequences(
+            sequence_attention(attention, new, geometry, config.window, options),
+            tuple(arguments),
+            slots.order,
+            jnp.sum(slots.active.astype(jnp.int32)),
+            sequential=options.sequential,
+        )
+        return attention.output(o[:, 0].astype(x.dtype), angles), new
+
+    return attend
+
+
+def _compress(
+    attention: Attention,
+    inputs: AttendInput,
+    layer: LayerCache,
+    slots: Slots,
+    geometry: Geometry,
+    frequencies: jax.Array,
+) -> dict[str, jax.Array | CompressorTail]:
+    assert attention.compressor is not None and layer.rows is not None and layer.tail is not None
+    format = geometry.row_format.name
+    rows, tail = _compress_one(
+        attention.compressor, inputs, layer.rows, layer.tail, slots, format, frequencies
+    )
+    new: dict[str, jax.Array | CompressorTail] = {"rows": rows, "tail": tail}
+    if attention.indexer is not None:
+        assert layer.index is not None and layer.index_tail is not None
+        new["index"], new["index_tail"] = _compress_one(
+            attention.indexer.compressor,
+            inputs,
+            layer.index,
+            layer.index_tail,
+            slots,
+            geometry.index_format.name,
+            frequencies,
+        )
+    return new
+
+
+def _compress_one(
+    compressor: Compressor,
+    inputs: AttendInput,
+    pool: jax.Array,
+    tail: CompressorTail,
+    slots: Slots,
+    format: str,
+    frequencies: jax.Array,
+) -> tuple[jax.Array, CompressorTail]:
+    """Adds the token to its open cell; where that completes the cell, writes its row."""
+    ratio, positions = compressor.ratio, inputs.positions
+    kv, gate = compressor.project(inputs.x, positions)
+    place = positions % ratio
+    tail = dataclasses.replace(
+        tail,
+        kv=tail.kv.at[slots.write, place].set(kv, mode="drop"),
+        gate=tail.gate.at[slots.write, place].set(gate, mode="drop"),
+    )
+    closes = slots.active & (place == ratio - 1)
+    number = positions // ratio
+
+    def row() -> jax.Array:
+        cells = CellInput(tail.kv[:, None], tail.gate[:, None])
+        pooled = pool_after(cells, tail, number > 0)[:, 0]
+        rows = compressor.finish(pooled, rotary_angles(number * ratio, frequencies))
+        return packing.encode(rows, format)
+
+    form = jax.eval_shape(row)
+    # Most steps complete no cell: they skip the pooling, which at ratio 128 is half the layer.
+    rows = jax.lax.cond(jnp.any(closes), row, lambda: jnp.zeros(form.shape, form.dtype))
+    pool = write_rows(pool, slots.table, number[:, None], closes[:, None], rows[:, None])
+    return pool, _close(tail, closes, slots.write)
+
+
+def _close(tail: CompressorTail, closes: jax.Array, write: jax.Array) -> CompressorTail:
+    """Keeps the completed cell's half for the next one."""
+    if tail.earlier_kv is None or tail.earlier_gate is None:
+        return tail
+    width = tail.earlier_kv.shape[-1]
+    at = jnp.where(closes, write, write.shape[0])
+    return dataclasses.replace(
+        tail,
+        earlier_kv=tail.earlier_kv.at[at].set(tail.kv[..., :width], mode="drop"),
+        earlier_gate=tail.earlier_gate.at[at].set(tail.gate[..., :width], mode="drop"),
+    )

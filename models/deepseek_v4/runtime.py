@@ -1,0 +1,47 @@
+"""The model as the engine takes it: parameters and two pure functions."""
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from hybridkv import formats
+from hybridkv.formats import RowFormat
+from hybridkv.geometry import Geometry
+from hybridkv.state.batch import DecodeBatch, StepOptions, TileBatch
+from hybridkv.state.cache import Cache
+from models.deepseek_v4 import decode, tile
+from models.deepseek_v4.model import DeepseekV4
+
+
+class DeepseekV4Runtime:
+    """Splits the module once; each step merges it again inside ``jax.jit``."""
+
+    def __init__(self, model: DeepseekV4, *, format: RowFormat | None = None) -> None:
+        if format is None:
+            format = formats.BFLOAT16 if model.config.dtype == "bfloat16" else formats.FLOAT32
+        self.config = model.config
+        self.geometry: Geometry = model.config.geometry(
+            window_format=format, row_format=format, index_format=format
+        )
+        self.vocab_size = model.config.vocab_size
+        self._graph, self.params = nnx.split(model)
+
+    def tile_step(
+        self, params: Any, batch: TileBatch, cache: Cache, options: StepOptions
+    ) -> tuple[jax.Array, Cache]:
+        """See ``models.deepseek_v4.tile.tile_step``."""
+        with _precision(self.config.dtype):
+            return tile.tile_step(nnx.merge(self._graph, params), batch, cache, options)
+
+    def decode_step(
+        self, params: Any, batch: DecodeBatch, cache: Cache, options: StepOptions
+    ) -> tuple[jax.Array, Cache]:
+        """See ``models.deepseek_v4.decode.decode_step``."""
+        with _precision(self.config.dtype):
+            return decode.decode_step(nnx.merge(self._graph, params), batch, cache, options)
+
+
+def _precision(dtype: str) -> Any:
+    """A float32 model means float32 products, on TPU too, where the default is bfloat16."""
+    return jax.default_matmul_precision("highest" if dtype == "float32" else "default")

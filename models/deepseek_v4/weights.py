@@ -1,0 +1,232 @@
+"""Checkpoints: safetensors under Hugging Face names and under the release's names.
+
+One table says where each parameter lives; loading and saving both follow it.
+"""
+
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from models.deepseek_v4.config import SLIDING, SPARSE, DeepseekV4Config
+from models.deepseek_v4.model import DeepseekV4
+
+
+class WeightsError(ValueError):
+    """A checkpoint that does not fit the model; the message names the tensor."""
+
+
+class Place(NamedTuple):
+    """Where one parameter lives in a checkpoint."""
+
+    path: tuple[str | int, ...]
+    """Attribute path of the parameter in the model."""
+    hugging_face: str
+    release: tuple[str, ...]
+    """Names in the release; several when the parameter joins them."""
+    layout: str
+    """``same``, ``transposed`` (checkpoint is [outputs, inputs]), ``grouped`` (o_a), ``experts``
+    (gate and up joined, [experts, outputs, inputs]) or ``expert_down``."""
+
+
+def places(config: DeepseekV4Config) -> Iterator[Place]:
+    """Every parameter of the model."""
+    yield Place(("embed",), "model.embed_tokens.weight", ("embed.weight",), "same")
+    yield Place(("head", "kernel"), "lm_head.weight", ("head.weight",), "transposed")
+    yield Place(("norm", "weight"), "model.norm.weight", ("norm.weight",), "same")
+    for leaf, layout in (("fn", "transposed"), ("base", "same"), ("scale", "same")):
+        yield Place(
+            ("stream_head", leaf), f"model.hc_head.hc_{leaf}", (f"hc_head_{leaf}",), layout
+        )
+    for layer in range(config.layers):
+        yield from _layer_places(config, layer)
+
+
+def _layer_places(config: DeepseekV4Config, layer: int) -> Iterator[Place]:
+    at, hf, off = ("blocks", layer), f"model.layers.{layer}", f"layers.{layer}"
+    for ours, theirs, short in (
+        ("attention_norm", "input_layernorm", "attn_norm"),
+        ("experts_norm", "post_attention_layernorm", "ffn_norm"),
+    ):
+        yield Place(
+            (*at, ours, "weight"), f"{hf}.{theirs}.weight", (f"{off}.{short}.weight",), "same"
+        )
+    for ours, short in (("attention_hc", "attn"), ("experts_hc", "ffn")):
+        for leaf, layout in (("fn", "transposed"), ("base", "same"), ("scale", "same")):
+            yield Place(
+                (*at, ours, leaf), f"{hf}.{short}_hc.{leaf}", (f"{off}.hc_{short}_{leaf}",), layout
+            )
+    yield from _attention_places(config, layer, at, hf, off)
+    yield from _expert_places(config, layer, at, hf, off)
+
+
+def _attention_places(
+    config: DeepseekV4Config, layer: int, at: tuple[str | int, ...], hf: str, off: str
+) -> Iterator[Place]:
+    at, hf, off = (*at, "attention"), f"{hf}.self_attn", f"{off}.attn"
+    for ours, theirs, short in (
+        ("q_a", "q_a_proj", "wq_a"),
+        ("q_b", "q_b_proj", "wq_b"),
+        ("kv", "kv_proj", "wkv"),
+        ("o_b", "o_b_proj", "wo_b"),
+    ):
+        yield _matrix((*at, ours), f"{hf}.{theirs}", f"{off}.{short}")
+    yield Place((*at, "o_a"), f"{hf}.o_a_proj.weight", (f"{off}.wo_a.weight",), "grouped")
+    yield Place((*at, "sink"), f"{hf}.sinks", (f"{off}.attn_sink",), "same")
+    for ours, theirs, short in (("q_norm", "q_a_norm", "q_norm"), ("kv_norm", "kv_norm", "kv_norm")):
+        yield Place(
+            (*at, ours, "weight"), f"{hf}.{theirs}.weight", (f"{off}.{short}.weight",), "same"
+        )
+    kind = config.layer_kinds[layer]
+    if kind == SLIDING:
+        return
+    hf = f"{hf}.compressor"
+    yield from _compressor_places((*at, "compressor"), hf, f"{off}.compressor")
+    if kind == SPARSE:
+        at, hf, off = (*at, "indexer"), f"{hf}.indexer", f"{off}.indexer"
+        yield from _compressor_places((*at, "compressor"), hf, f"{off}.compressor")
+        yield _matrix((*at, "q_b"), f"{hf}.q_b_proj", f"{off}.wq_b")
+        yield _matrix((*at, "weights"), f"{hf}.scorer.weights_proj", f"{off}.weights_proj")
+
+
+def _compressor_places(at: tuple[str | int, ...], hf: str, off: str) -> Iterator[Place]:
+    yield _matrix((*at, "kv"), f"{hf}.kv_proj", f"{off}.wkv")
+    yield _matrix((*at, "gate"), f"{hf}.gate_proj", f"{off}.wgate")
+    yield Place((*at, "position_bias"), f"{hf}.position_bias", (f"{off}.ape",), "same")
+    yield Place((*at, "norm", "weight"), f"{hf}.kv_norm.weight", (f"{off}.norm.weight",), "same")
+
+
+def _expert_places(
+    config: DeepseekV4Config, layer: int, at: tuple[str | int, ...], hf: str, off: str
+) -> Iterator[Place]:
+    at, hf, off = (*at, "experts"), f"{hf}.mlp", f"{off}.ffn"
+    yield _matrix((*at, "gate", "score"), f"{hf}.gate", f"{off}.gate")
+    if config.hash_layers[layer]:
+        table = (f"{off}.gate.tid2eid",)
+        yield Place((*at, "gate", "expert_of"), f"{hf}.gate.tid2eid", table, "same")
+    else:
+        bias = f"{hf}.gate.e_score_correction_bias"
+        yield Place((*at, "gate", "bias"), bias, (f"{off}.gate.bias",), "same")
+    shared = f"{off}.shared_experts"
+    yield Place(
+        (*at, "shared_up", "kernel"),
+        f"{hf}.shared_experts.gate_proj.weight+{hf}.shared_experts.up_proj.weight",
+        (f"{shared}.w1.weight", f"{shared}.w3.weight"),
+        "transposed",
+    )
+    yield _matrix((*at, "shared_down"), f"{hf}.shared_experts.down_proj", f"{shared}.w2")
+    each = [f"{off}.experts.{e}" for e in range(config.experts)]
+    up = tuple(f"{e}.{w}.weight" for e in each for w in ("w1", "w3"))
+    yield Place((*at, "up"), f"{hf}.experts.gate_up_proj", up, "experts")
+    down = tuple(f"{e}.w2.weight" for e in each)
+    yield Place((*at, "down"), f"{hf}.experts.down_proj", down, "expert_down")
+
+
+def _matrix(at: tuple[str | int, ...], hf: str, off: str) -> Place:
+    return Place((*at, "kernel"), f"{hf}.weight", (f"{off}.weight",), "transposed")
+
+
+def load_safetensors(
+    model: DeepseekV4, folder: str | pathlib.Path
+) -> None:
+    """Fills ``model`` from a folder of ``*.safetensors``, in either naming.
+
+    Raises:
+      WeightsError: no tensors there, a tensor is missing, quantised, or of another shape.
+    """
+    tensors = _open_tensors(pathlib.Path(folder))
+    hugging_face = "model.embed_tokens.weight" in tensors
+    for place in places(model.config):
+        parameter = _parameter(model, place.path)
+        names = place.hugging_face.split("+") if hugging_face else place.release
+        parts = [_read(tensors, name) for name in names]
+        value = _from_checkpoint(parts, place.layout, parameter.shape, hugging_face)
+        if value.shape != parameter.shape:
+            raise WeightsError(
+                f"{names[0]} has shape {list(parts[0].shape)}, which does not fit this config's "
+                f"{'.'.join(map(str, place.path))} {list(parameter.shape)}: "
+                "config.json and weights belong to different models"
+            )
+        parameter[...] = jnp.asarray(value).astype(parameter.dtype)
+
+
+def save_safetensors(model: DeepseekV4, path: str | pathlib.Path) -> None:
+    """Writes the model's weights to one file under Hugging Face names."""
+    tensors: dict[str, np.ndarray] = {}
+    for place in places(model.config):
+        value = np.asarray(_parameter(model, place.path)[...])
+        names = place.hugging_face.split("+")
+        parts = np.split(value, len(names), axis=-1)
+        for name, part in zip(names, parts, strict=True):
+            tensors[name] = np.ascontiguousarray(_to_checkpoint(part, place.layout))
+    save_file(tensors, str(path), metadata={"format": "pt"})
+
+
+def _parameter(model: DeepseekV4, path: tuple[str | int, ...]) -> Any:
+    node: Any = model
+    for part in path:
+        node = node[part] if isinstance(part, int) else getattr(node, part)
+    return node
+
+
+def _open_tensors(folder: pathlib.Path) -> Mapping[str, Callable[[], np.ndarray]]:
+    """Name to reader, over all files of the folder; nothing is read yet."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise WeightsError(f"no *.safetensors in {folder}: pass a folder with weights")
+    readers: dict[str, Callable[[], np.ndarray]] = {}
+    for file in files:
+        try:
+            handle = safe_open(str(file), framework="flax")
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{file} is not a safetensors file: {error}") from error
+        for name in handle.keys():  # noqa: SIM118 (not a mapping)
+            readers[name] = lambda h=handle, n=name: np.asarray(h.get_tensor(n))
+    return readers
+
+
+def _read(tensors: Mapping[str, Callable[[], np.ndarray]], name: str) -> np.ndarray:
+    if name not in tensors:
+        raise WeightsError(f"tensor {name} is missing: the checkpoint is of another architecture")
+    stem = name.removesuffix(".weight")
+    if f"{stem}.scale" in tensors or f"{stem}.weight_scale_inv" in tensors:
+        raise WeightsError(
+            f"tensor {name} is quantised (it has a scale): convert the checkpoint to bfloat16 first"
+        )
+    return tensors[name]()
+
+
+def _from_checkpoint(
+    parts: list[np.ndarray], layout: str, shape: tuple[int, ...], hugging_face: bool
+) -> np.ndarray:
+    """One parameter in our layout; a shape that does not fit comes back as it is."""
+    if layout == "same":
+        return parts[0]
+    if layout == "transposed":
+        return np.concatenate([part.T for part in parts], axis=-1)
+    if layout == "grouped":  # [groups * rank, inputs of a group]
+        groups, inputs, rank = shape
+        if parts[0].shape != (groups * rank, inputs):
+            return parts[0]
+        return parts[0].reshape(groups, rank, inputs).swapaxes(1, 2)
+    if hugging_face:
+        return parts[0].swapaxes(1, 2)
+    per = 2 if layout == "experts" else 1
+    grouped = [parts[i : i + per] for i in range(0, len(parts), per)]
+    return np.stack([np.concatenate([p.T for p in g], axis=-1) for g in grouped])
+
+
+def _to_checkpoint(value: np.ndarray, layout: str) -> np.ndarray:
+    if layout == "same":
+        return value
+    if layout == "grouped":
+        groups, inputs, rank = value.shape
+        return value.swapaxes(1, 2).reshape(groups * rank, inputs)
+    return value.swapaxes(-1, -2)
+
+

@@ -1,0 +1,141 @@
+"""XLA implementation of ``attend``: exact under changes of capacity, neighbours and stale bytes."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.blocks import BlockRows, key_block_rows, read_key_block, read_picked
+
+
+class Softmax(NamedTuple):
+    """A softmax in progress: largest logit, sum of exponentials, weighted sum of values."""
+
+    top: jax.Array
+    """``[t, heads]``"""
+    total: jax.Array
+    """``[t, heads]``"""
+    acc: jax.Array
+    """``[t, heads, width]``"""
+
+
+def attend(
+    q: Float[Array, "t heads width"],
+    local: Float[Array, "buffer width"],
+    first: Int[Array, ""],
+    sink: Float[Array, "heads"],
+    *,
+    window: int,
+    scale: float,
+    rows: BlockRows | None,
+    visible: Int[Array, "t"] | None,
+    picks: Int[Array, "t k"] | None,
+    key_block: int,
+    format: str,
+) -> Float[Array, "t heads width"]:
+    """See ``api.attend``."""
+    q = q * scale
+    state = attend_window(q, local, first, window)
+    if rows is not None:
+        assert visible is not None
+        if picks is None:
+            state = _attend_blocks(q, state, rows, visible, key_block, format)
+        else:
+            state = _attend_picks(q, state, rows, visible, picks, format)
+    return _with_sink(state, sink)
+
+
+def attend_window(
+    q: Float[Array, "t heads width"],
+    local: Float[Array, "buffer width"],
+    first: Int[Array, ""],
+    window: int,
+) -> Softmax:
+    """The window part: chunks of queries, each against the few rows its band can reach."""
+    t, heads, width = q.shape
+    size = _query_chunk(t, window)
+    chunks, reach = t // size, size + window - 1
+    if chunks == 1:
+        keys = local[None]
+    else:
+        at = jnp.arange(chunks)[:, None] * size + jnp.arange(reach)[None, :]
+        keys = local[at]
+    query, key = jnp.arange(size)[:, None], jnp.arange(reach)[None, :] - (window - 1)
+    near = (key <= query) & (key > query - window)
+    exists = first + jnp.arange(chunks)[:, None] * size + key >= 0
+    mask = (near[None] & exists[:, None, :])[:, :, None, :]
+    keys = jnp.where(exists[..., None], keys, 0.0)
+    logits = jnp.einsum("gqhc,gkc->gqhk", q.reshape(chunks, size, heads, width), keys)
+    logits = jnp.where(mask, logits, -jnp.inf)
+    top = jnp.max(logits, axis=-1)
+    weights = jnp.exp(logits - top[..., None])  # a query always sees its own row: top is finite
+    acc = jnp.einsum("gqhk,gkc->gqhc", weights, keys)
+    return Softmax(
+        top.reshape(t, heads),
+        jnp.sum(weights, axis=-1).reshape(t, heads),
+        acc.reshape(t, heads, width),
+    )
+
+
+def _query_chunk(t: int, window: int) -> int:
+    """The largest divisor of ``t`` not above the window (or 64, below which chunks cost more)."""
+    limit = max(window, 64)
+    return next(size for size in range(min(t, limit), 0, -1) if t % size == 0)
+
+
+def _attend_blocks(
+    q: Float[Array, "t heads width"],
+    state: Softmax,
+    rows: BlockRows,
+    visible: Int[Array, "t"],
+    key_block: int,
+    format: str,
+) -> Softmax:
+    """All visible rows, one key block at a time; the trip count is data."""
+    size = key_block_rows(rows.rows_per_block, key_block)
+    length = visible[-1]
+
+    def body(number: jax.Array, state: Softmax) -> Softmax:
+        keys = read_key_block(rows, number, size, length, format)
+        row = number * size + jnp.arange(size, dtype=jnp.int32)
+        logits = jnp.einsum("thc,kc->thk", q, keys)
+        mask = row[None, :] < visible[:, None]
+        return _join(state, logits, mask, lambda w: jnp.einsum("thk,kc->thc", w, keys))
+
+    return jax.lax.fori_loop(0, (length + size - 1) // size, body, state)
+
+
+def _attend_picks(
+    q: Float[Array, "t heads width"],
+    state: Softmax,
+    rows: BlockRows,
+    visible: Int[Array, "t"],
+    picks: Int[Array, "t k"],
+    format: str,
+) -> Softmax:
+    """Only the picked rows; how many there can be is fixed, so one block does."""
+    mask = picks < visible[:, None]
+    keys = read_picked(rows, picks, mask, format)
+    logits = jnp.einsum("thc,tkc->thk", q, keys)
+    return _join(state, logits, mask, lambda w: jnp.einsum("thk,tkc->thc", w, keys))
+
+
+def _join(state: Softmax, logits: jax.Array, mask: Bool[Array, "t k"], values) -> Softmax:  # type: ignore[no-untyped-def]
+    """Joins one block of logits. A fully masked block leaves every bit of ``state``."""
+    logits = jnp.where(mask[:, None, :], logits, -jnp.inf)
+    top = jnp.maximum(state.top, jnp.max(logits, axis=-1))
+    weights = jnp.exp(logits - top[..., None])
+    keep = jnp.exp(state.top - top)
+    return Softmax(
+        top,
+        state.total * keep + jnp.sum(weights, axis=-1),
+        state.acc * keep[..., None] + values(weights),
+    )
+
+
+def _with_sink(state: Softmax, sink: Float[Array, "heads"]) -> Float[Array, "t heads width"]:
+    top = jnp.maximum(state.top, sink[None, :])
+    keep = jnp.exp(state.top - top)
+    total = state.total * keep + jnp.exp(sink[None, :] - top)
+    return state.acc * (keep / total)[..., None]
