@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hybridkv import formats
+from hybridkv.errors import UserError
 from hybridkv.formats import RowFormat
 from hybridkv.geometry import Geometry, LayerGeometry
 
@@ -20,7 +21,7 @@ KINDS = (SLIDING, SPARSE, HEAVY)
 HASHED = "hash_moe"
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """A config this model cannot be built from; the message says which field and what to do."""
 
 

@@ -75,15 +75,20 @@ class Experts(nnx.Module):
         rows: int,
         differentiable: bool = False,
         dense: bool = False,
+        loads: list[jax.Array] | None = None,
     ) -> Float[Array, "*n hidden"]:
         """The weighted sum over each token's experts, in pick order, plus the shared expert.
 
         ``rows`` tokens of one expert are multiplied at a time (a static choice: more rows use the
         weights better, fewer waste less on an expert's last, partly filled group). ``dense``
-        multiplies every token by every expert instead, for training with few experts.
+        multiplies every token by every expert instead, for training with few experts. ``loads``
+        collects, layer by layer, each expert's share of the picks: float32 ``[experts]``.
         """
         flat, ids = x.reshape(-1, x.shape[-1]), tokens.reshape(-1)
         picks, weights = self.gate(flat, ids)
+        if loads is not None:
+            hot = picks[..., None] == jnp.arange(self.up.shape[0], dtype=picks.dtype)[None, None]
+            loads.append(jnp.mean(hot.astype(jnp.float32), axis=(0, 1)))
         if dense:
             total = self._dense(flat, picks, weights)
         else:

@@ -32,7 +32,7 @@ class ParallelOptions:
     """Static choices of a whole-sequence pass."""
 
     sparse: bool = True
-    """Attend only the indexer's picks; off, all visible rows (the indexer's warm-up in training)."""
+    """Attend only the indexer's picks; off, all visible rows (the indexer's warm-up)."""
     indexer_loss: bool = False
     indexer_stride: int = 1
     """Every how many queries the indexer's loss looks at; more is cheaper and noisier."""
@@ -46,7 +46,25 @@ def parallel_forward(
     model: DeepseekV4, tokens: Int[Array, "b t"], options: ParallelOptions = ParallelOptions()
 ) -> tuple[Float[Array, "b t vocab"], tuple[IndexerLoss | None, ...]]:
     """Logits of every position of sequences that start at position 0, and each layer's loss."""
+    logits, losses, _ = observed_forward(model, tokens, options)
+    return logits, losses
+
+
+class Observed(NamedTuple):
+    """What ``observed_forward`` returns, for training."""
+
+    logits: jax.Array
+    losses: tuple[IndexerLoss | None, ...]
+    loads: tuple[jax.Array, ...]
+    """A layer's share of the picks by expert: float32 ``[experts]``, summing to 1."""
+
+
+def observed_forward(
+    model: DeepseekV4, tokens: Int[Array, "b t"], options: ParallelOptions = ParallelOptions()
+) -> Observed:
+    """``parallel_forward`` that also tells how the experts were loaded."""
     config = model.config
+    loads: list[jax.Array] = []
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
     def attend(inputs: AttendInput, layer: int) -> tuple[jax.Array, IndexerLoss | None]:
@@ -60,8 +78,9 @@ def parallel_forward(
         rows=options.expert_rows,
         differentiable=True,
         dense=options.dense_experts,
+        loads=loads,
     )
-    return model.logits(hidden), losses
+    return Observed(model.logits(hidden), losses, tuple(loads))
 
 
 def _attend(

@@ -25,21 +25,26 @@ class DeepseekV4Runtime:
             window_format=format, row_format=format, index_format=format
         )
         self.vocab_size = model.config.vocab_size
-        self._graph, self.params = nnx.split(model)
+        self._graph, state = nnx.split(model)
+        # A flat list: flattening the module's state anew costs milliseconds a call.
+        self.params, self._structure = jax.tree.flatten(state)
 
     def tile_step(
         self, params: Any, batch: TileBatch, cache: Cache, options: StepOptions
     ) -> tuple[jax.Array, Cache]:
         """See ``models.deepseek_v4.tile.tile_step``."""
         with _precision(self.config.dtype):
-            return tile.tile_step(nnx.merge(self._graph, params), batch, cache, options)
+            return tile.tile_step(self._merge(params), batch, cache, options)
 
     def decode_step(
         self, params: Any, batch: DecodeBatch, cache: Cache, options: StepOptions
     ) -> tuple[jax.Array, Cache]:
         """See ``models.deepseek_v4.decode.decode_step``."""
         with _precision(self.config.dtype):
-            return decode.decode_step(nnx.merge(self._graph, params), batch, cache, options)
+            return decode.decode_step(self._merge(params), batch, cache, options)
+
+    def _merge(self, params: list[jax.Array]) -> DeepseekV4:
+        return nnx.merge(self._graph, jax.tree.unflatten(self._structure, params))
 
 
 def _precision(dtype: str) -> Any:

@@ -1,6 +1,8 @@
-"""Checkpoints: safetensors under Hugging Face names and under the release's names.
+"""Checkpoints: safetensors under any of the three names that are in use.
 
-One table says where each parameter lives; loading and saving both follow it.
+One table says where each parameter lives; loading and saving both follow it. Hugging Face's names
+are those of its modules (a ``state_dict``); the release has its own; and what ``save_pretrained``
+writes are the release's names again under Hugging Face's roots.
 """
 
 import pathlib
@@ -13,11 +15,12 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from hybridkv.errors import UserError
 from models.deepseek_v4.config import SLIDING, SPARSE, DeepseekV4Config
 from models.deepseek_v4.model import DeepseekV4
 
 
-class WeightsError(ValueError):
+class WeightsError(UserError):
     """A checkpoint that does not fit the model; the message names the tensor."""
 
 
@@ -134,16 +137,19 @@ def _matrix(at: tuple[str | int, ...], hf: str, off: str) -> Place:
 def load_safetensors(
     model: DeepseekV4, folder: str | pathlib.Path
 ) -> None:
-    """Fills ``model`` from a folder of ``*.safetensors``, in either naming.
+    """Fills ``model`` from a folder of ``*.safetensors``, in any of the three namings.
 
     Raises:
       WeightsError: no tensors there, a tensor is missing, quantised, or of another shape.
     """
     tensors = _open_tensors(pathlib.Path(folder))
-    hugging_face = "model.embed_tokens.weight" in tensors
+    hugging_face = "lm_head.weight" in tensors
+    saved = not hugging_face and "model.embed_tokens.weight" in tensors
     for place in places(model.config):
         parameter = _parameter(model, place.path)
-        names = place.hugging_face.split("+") if hugging_face else place.release
+        names = place.hugging_face.split("+") if hugging_face else list(place.release)
+        if saved:
+            names = [_pretrained_name(name) for name in names]
         parts = [_read(tensors, name) for name in names]
         value = _from_checkpoint(parts, place.layout, parameter.shape, hugging_face)
         if value.shape != parameter.shape:
@@ -152,7 +158,7 @@ def load_safetensors(
                 f"{'.'.join(map(str, place.path))} {list(parameter.shape)}: "
                 "config.json and weights belong to different models"
             )
-        parameter[...] = jnp.asarray(value).astype(parameter.dtype)
+        parameter.set_value(jnp.asarray(value.astype(parameter.dtype)))
 
 
 def save_safetensors(model: DeepseekV4, path: str | pathlib.Path) -> None:
@@ -165,6 +171,14 @@ def save_safetensors(model: DeepseekV4, path: str | pathlib.Path) -> None:
         for name, part in zip(names, parts, strict=True):
             tensors[name] = np.ascontiguousarray(_to_checkpoint(part, place.layout))
     save_file(tensors, str(path), metadata={"format": "pt"})
+
+
+def _pretrained_name(release: str) -> str:
+    """The name under which ``save_pretrained`` writes a tensor of the release."""
+    if release.startswith("layers."):
+        return f"model.{release}".replace(".attn.kv_norm.", ".attn.norm.")
+    roots = {"head.weight": "head.weight", "embed.weight": "model.embed_tokens.weight"}
+    return roots.get(release) or "model." + release.replace("hc_head_", "hc_head.hc_")
 
 
 def _parameter(model: DeepseekV4, path: tuple[str | int, ...]) -> Any:

@@ -1,0 +1,153 @@
+"""One sequence from prompt to last token, over a cache of its own."""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hybridkv.arithmetic import cdiv, round_up
+from hybridkv.engine.protocol import StepModel
+from hybridkv.engine.sampling import SamplingBatch, SamplingOptions, sample
+from hybridkv.engine.steps import Steps, prompt_tiles
+from hybridkv.errors import UserError
+from hybridkv.state.batch import DecodeBatch, StepOptions
+from hybridkv.state.cache import Cache, assign_in_order, cache_bytes
+from hybridkv.state.capacity import Capacity
+
+
+@dataclasses.dataclass(kw_only=True)
+class GenerationStats:
+    """What one generation cost."""
+
+    prompt_tokens: int
+    new_tokens: int = 0
+    time_to_first_token_s: float = 0.0
+    decode_seconds: float = 0.0
+    """From the first new token to the last."""
+    cache_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Bytes that the sequence occupies at its end, by kind, in whole blocks."""
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        """Prompt tokens over the time to the first new one."""
+        return self.prompt_tokens / self.time_to_first_token_s if self.new_tokens else 0.0
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """New tokens after the first, over the time they took."""
+        return (self.new_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
+
+
+class Generator:
+    """Compiles once for a capacity, then generates for one prompt after the other.
+
+    Owns its cache: one ``stream`` at a time.
+    """
+
+    def __init__(self, model: StepModel, options: StepOptions, *, capacity_tokens: int) -> None:
+        tokens = round_up(capacity_tokens, options.tile)
+        self.steps = Steps(model, options)
+        self.capacity = Capacity.for_tokens(model.geometry, tokens=tokens, slots=1)
+        self.capacity_tokens = tokens
+        cache = Cache.init(model.geometry, self.capacity)
+        self._cache = self.steps.warm_up(assign_in_order(cache))
+        self._sample = jax.jit(sample)
+        self._sample(
+            jnp.zeros((1, model.vocab_size), jnp.float32),
+            self._cache.lengths,
+            SamplingBatch.of([SamplingOptions()]),
+        ).block_until_ready()
+
+    @property
+    def bytes_by_kind(self) -> Mapping[str, int]:
+        """Bytes of the allocated cache."""
+        sizes = cache_bytes(self.steps.model.geometry, self.capacity)
+        return {kind.value: size for kind, size in sizes.items()}
+
+    def check_prompt(self, prompt: np.ndarray, max_new_tokens: int) -> None:
+        """Refuses what cannot be generated, before any work.
+
+        Raises:
+          UserError: the prompt is empty, has ids outside the vocabulary or of a float dtype, or
+            does not fit together with ``max_new_tokens``.
+        """
+        if prompt.ndim != 1 or not np.issubdtype(prompt.dtype, np.integer):
+            raise UserError(
+                f"token ids must be a one-dimensional integer array, got {prompt.dtype} "
+                f"{list(prompt.shape)}: pass np.asarray(ids, np.int32)"
+            )
+        if not len(prompt):
+            raise UserError("the prompt is empty: give at least one token")
+        if max_new_tokens < 1:
+            raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        vocab = self.steps.model.vocab_size
+        if prompt.min() < 0 or prompt.max() >= vocab:
+            raise UserError(
+                f"token id {int(prompt.min() if prompt.min() < 0 else prompt.max())} is outside "
+                f"the vocabulary of {vocab}; padding ids are not prompt tokens: a padded prompt "
+                "would move every cell boundary, so pass it unpadded"
+            )
+        needed = len(prompt) + max_new_tokens
+        if needed > self.capacity_tokens:
+            raise UserError(
+                f"{len(prompt)} prompt tokens and {max_new_tokens} new ones need {needed} tokens of "
+                f"cache; the capacity is {self.capacity_tokens}: raise the context or shorten the "
+                "prompt"
+            )
+
+    def stream(
+        self,
+        prompt: np.ndarray,
+        *,
+        max_new_tokens: int,
+        sampling: SamplingOptions = SamplingOptions(),
+        stats: GenerationStats | None = None,
+    ) -> Iterator[int]:
+        """Yields new token ids one by one; fills ``stats`` as it goes.
+
+        Args:
+          prompt: integer ``[tokens]``, unpadded.
+          max_new_tokens: at most so many; the caller may stop earlier.
+          sampling: how tokens are chosen.
+          stats: an object to fill.
+
+        Raises:
+          UserError: see ``check_prompt``.
+        """
+        self.check_prompt(prompt, max_new_tokens)
+        stats = stats if stats is not None else GenerationStats(prompt_tokens=0)
+        stats.prompt_tokens = len(prompt)
+        batch = SamplingBatch.of([sampling])
+        began = time.perf_counter()
+        token = self._prefill(prompt, batch)
+        stats.time_to_first_token_s = time.perf_counter() - began
+        began = time.perf_counter()
+        active = jnp.ones((1,), bool)
+        for count in range(1, max_new_tokens + 1):
+            value = int(token[0])
+            stats.new_tokens, stats.decode_seconds = count, time.perf_counter() - began
+            used = self.steps.model.geometry.cache_bytes(len(prompt) + count)
+            stats.cache_bytes = {kind.value: size for kind, size in used.items()}
+            yield value
+            if count < max_new_tokens:
+                logits, self._cache = self.steps.decode(
+                    DecodeBatch(tokens=token, active=active), self._cache
+                )
+                token = self._sample(logits, self._cache.lengths, batch)
+
+    def _prefill(self, prompt: np.ndarray, sampling: SamplingBatch) -> jax.Array:
+        options = self.steps.options
+        for batch in prompt_tiles(prompt.astype(np.int32), 0, options, slots=1):
+            logits, self._cache = self.steps.tile(batch, self._cache)
+        token = self._sample(logits[:1], self._cache.lengths, sampling)
+        return token.block_until_ready()
+
+
+def default_options(model: StepModel, *, tile_at_least: int = 128) -> StepOptions:
+    """Options for one sequence on the default device."""
+    block = model.geometry.block_tokens
+    tile = block * max(cdiv(tile_at_least, block), 1)
+    return StepOptions(tile=tile, sequential=jax.default_backend() == "cpu")

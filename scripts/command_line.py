@@ -1,0 +1,79 @@
+"""What the scripts share: one-line errors, the compilation cache, tables."""
+
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from hybridkv.errors import UserError
+
+DEFAULT_CHECKPOINT = pathlib.Path(__file__).parent.parent / "data" / "shakespeare"
+
+
+def fail(message: str) -> NoReturn:
+    """Prints one line and exits with status 2."""
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def run(main: Callable[[], int | None]) -> NoReturn:
+    """Runs a command; what the user can mend becomes one line and exit status 2."""
+    try:
+        status = main() or 0
+        sys.stdout.flush()
+    except UserError as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    raise SystemExit(status)
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled steps under the user's cache folder, so that a second start takes seconds.
+
+    ``JAX_COMPILATION_CACHE_DIR``, where set, decides instead.
+    """
+    if jax.config.jax_compilation_cache_dir:
+        return
+    base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    jax.config.update("jax_compilation_cache_dir", str(base / "hybridkv" / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Prints a table to standard output."""
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="left" if column == columns[0] else "right")
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    Console().print(table)
+
+
+def write_json(path: str | None, result: Any) -> None:
+    """Writes ``result`` to ``path``, if there is one.
+
+    Raises:
+      UserError: the file cannot be written.
+    """
+    if path is None:
+        return
+    try:
+        pathlib.Path(path).write_text(json.dumps(result, indent=2) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def device_name() -> str:
+    """The default device in words."""
+    device = jax.devices()[0]
+    return f"{device.platform} ({device.device_kind})"

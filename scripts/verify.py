@@ -1,0 +1,171 @@
+"""Proves the library on your own device.
+
+    python scripts/verify.py oracle tests/data/oracle/tiny_a
+
+``oracle DIR`` compares a model's logits with those that another implementation computed.
+"""
+
+import argparse
+import pathlib
+import sys
+from typing import Any
+
+import command_line
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from hybridkv.arithmetic import cdiv
+from hybridkv.engine.steps import Steps, prompt_tiles
+from hybridkv.errors import UserError
+from hybridkv.state.batch import DecodeBatch, StepOptions
+from hybridkv.state.cache import Cache, assign_in_order
+from hybridkv.state.capacity import Capacity
+from models.deepseek_v4.checkpoint import load_model
+from models.deepseek_v4.model import DeepseekV4
+from models.deepseek_v4.parallel import parallel_forward
+from models.deepseek_v4.runtime import DeepseekV4Runtime
+
+TOLERANCE = 1e-4
+"""Two right float32 implementations differ by about 3e-5 where logits have a deviation of 2."""
+ARRAYS = ("input_ids", "prefill_logits", "greedy_tokens", "decode_logits", "full_ids", "full_logits")
+
+
+def load_oracle(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    """The arrays of ``oracle.npz``.
+
+    Raises:
+      UserError: the file is missing, or arrays in it are.
+    """
+    file = folder / "oracle.npz"
+    if not file.is_file():
+        raise UserError(f"no oracle.npz in {folder}: pass a folder with model and oracle")
+    with np.load(file) as arrays:
+        missing = [name for name in ARRAYS if name not in arrays]
+        if missing:
+            raise UserError(f"{file} lacks the array {missing[0]!r}")
+        return {name: arrays[name] for name in ARRAYS}
+
+
+def whole_sequence(model: DeepseekV4, ids: np.ndarray) -> np.ndarray:
+    """Logits ``[tokens, vocab]`` without any cache."""
+    graph, state = nnx.split(model)
+
+    @jax.jit
+    def forward(state: Any, tokens: jax.Array) -> jax.Array:
+        with jax.default_matmul_precision("highest"):
+            return parallel_forward(nnx.merge(graph, state), tokens)[0][0]
+
+    return np.asarray(forward(state, jnp.asarray(ids[None])))
+
+
+class OracleRun:
+    """One tile size: prefill tile by tile, decode from the cache."""
+
+    def __init__(self, runtime: DeepseekV4Runtime, tile: int, tokens: int) -> None:
+        cpu = jax.default_backend() == "cpu"
+        self.options = StepOptions(tile=tile, sequential=cpu, all_logits=True)
+        self.steps = Steps(runtime, self.options)
+        self.capacity = Capacity.for_tokens(runtime.geometry, tokens=tokens)
+        self.geometry = runtime.geometry
+
+    def _empty(self) -> Cache:
+        return assign_in_order(Cache.init(self.geometry, self.capacity))
+
+    def prefill(self, ids: np.ndarray) -> tuple[np.ndarray, Cache]:
+        """Logits of every position, and the cache after the last."""
+        cache, parts = self._empty(), []
+        for batch in prompt_tiles(ids, 0, self.options, slots=1):
+            logits, cache = self.steps.tile(batch, cache)
+            parts.append(np.asarray(logits[0]))
+        return np.concatenate(parts)[: len(ids)], cache
+
+    def decode(self, prompt: np.ndarray, given: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Logits after each of ``given``, and the likeliest token before each of them."""
+        logits, cache = self.prefill(prompt)
+        out, likeliest = [], [int(logits[-1].argmax())]
+        for token in given:
+            batch = DecodeBatch(tokens=jnp.asarray([token], jnp.int32), active=jnp.ones(1, bool))
+            row, cache = self.steps.decode(batch, cache)
+            out.append(np.asarray(row[0]))
+            likeliest.append(int(out[-1].argmax()))
+        return np.stack(out), np.asarray(likeliest[:-1])
+
+
+def tile_sizes(block: int, tokens: int) -> list[int]:
+    """One block, some blocks, and the whole sequence in one tile."""
+    return sorted({block, 2 * block, 4 * block, 8 * block, cdiv(tokens, block) * block})
+
+
+def oracle(args: argparse.Namespace) -> int:
+    """The ``oracle`` subcommand: 0 when everything is within tolerance, else 1."""
+    folder = args.folder
+    arrays = load_oracle(folder)
+    model = load_model(folder)
+    runtime = DeepseekV4Runtime(model)
+    prompt = arrays["input_ids"][0].astype(np.int32)
+    full = arrays["full_ids"][0].astype(np.int32)
+    greedy = arrays["greedy_tokens"].astype(np.int32)
+    rows: list[dict[str, Any]] = []
+
+    def compare(what: str, tile: int | None, ours: np.ndarray, theirs: np.ndarray) -> None:
+        difference = float(np.abs(ours - theirs).max())
+        rows.append({"what": what, "tile": tile, "max_abs": difference})
+
+    whole = whole_sequence(model, full)
+    compare("prefill, whole sequence, no cache", None, whole[: len(prompt)], arrays["prefill_logits"])
+    compare("whole sequence, no cache", None, whole, arrays["full_logits"])
+    for tile in args.tile or tile_sizes(runtime.geometry.block_tokens, len(full)):
+        run = OracleRun(runtime, tile, len(full))
+        compare("prefill, tile by tile", tile, run.prefill(prompt)[0], arrays["prefill_logits"])
+        compare("all tokens, tile by tile", tile, run.prefill(full)[0], arrays["full_logits"])
+        logits, likeliest = run.decode(prompt, greedy)
+        compare("decode from the cache", tile, logits, arrays["decode_logits"])
+        rows[-1]["greedy_equal"] = int((likeliest == greedy).sum())
+        rows[-1]["greedy_total"] = len(greedy)
+    for row in rows:
+        same = row.get("greedy_equal") == row.get("greedy_total")
+        row["ok"] = bool(row["max_abs"] <= TOLERANCE and same)
+    return _report_oracle(args, folder, rows)
+
+
+def _report_oracle(args: argparse.Namespace, folder: pathlib.Path, rows: list[dict[str, Any]]) -> int:
+    command_line.print_table(
+        f"{folder.name} on {command_line.device_name()}, tolerance {TOLERANCE:g}",
+        ["what", "tile", "max abs", "greedy tokens equal", "ok"],
+        [
+            (
+                row["what"],
+                row["tile"] or "-",
+                f"{row['max_abs']:.2e}",
+                f"{row['greedy_equal']} of {row['greedy_total']}" if "greedy_total" in row else "-",
+                "yes" if row["ok"] else "NO",
+            )
+            for row in rows
+        ],
+    )
+    ok = all(row["ok"] for row in rows)
+    result = {"ok": ok, "tolerance": TOLERANCE, "device": command_line.device_name(), "rows": rows}
+    command_line.write_json(args.json, result)
+    return 0 if ok else 1
+
+
+def main() -> int:
+    """Dispatches to the subcommand."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    parser_oracle = commands.add_parser("oracle", help="compare logits with another implementation")
+    parser_oracle.add_argument("folder", type=pathlib.Path, help="model and oracle.npz")
+    parser_oracle.add_argument("--tile", type=int, action="append", help="only these tile sizes")
+    parser_oracle.add_argument("--json", metavar="FILE", help="write the result here too")
+    parser_oracle.set_defaults(run=oracle)
+    args = parser.parse_args(sys.argv[1:])
+    command_line.use_compilation_cache()
+    return args.run(args)
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,24 @@
+"""Strict numerics for every test: what is implicit elsewhere is an error here."""
+
+import pathlib
+import sys
+
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+REPOSITORY = pathlib.Path(__file__).parent.parent
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def repository() -> pathlib.Path:
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def oracles() -> pathlib.Path:
+    return REPOSITORY / "tests" / "data" / "oracle"
