@@ -41,7 +41,7 @@ BFLOAT16 = RowFormat(name="bfloat16", bits=16, rope_bits=16)
 FP8_ROPE16 = RowFormat(
     name="fp8_rope16", bits=8, rope_bits=16, scale_block=64, scale_bytes=1, align=8
 )
-"""The release's KV row: e4m3 with UE8M0 scales, rotary channels in bfloat16 (584 bytes at 512/64)."""
+"""The release's KV row: e4m3, UE8M0 scales, rotary channels in bfloat16 (584 bytes at 512/64)."""
 FP8_BLOCK32 = RowFormat(name="fp8_block32", bits=8, rope_bits=8, scale_block=32, scale_bytes=1)
 """V4.1's window row: e4m3 everywhere, UE8M0 scales (528 bytes at 512)."""
 FP4_E4M3 = RowFormat(name="fp4_e4m3", bits=4, rope_bits=4, scale_block=16, scale_bytes=1)

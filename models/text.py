@@ -45,7 +45,9 @@ class FileText:
         try:
             import tokenizers
         except ImportError as error:
-            raise UserError(f"{path} needs the tokenizers package: pip install tokenizers") from error
+            raise UserError(
+                f"{path} needs the tokenizers package: pip install tokenizers"
+            ) from error
         self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         self._ids: list[int] = []
         self._shown = ""

@@ -1,7 +1,7 @@
 """Decodes text with a DeepSeek-V4 checkpoint, on whatever device JAX finds.
 
-    python scripts/decode.py "ROMEO"
-    python scripts/decode.py --file data/scene.txt --max-new-tokens 400 --temperature 0.8
+python scripts/decode.py "ROMEO"
+python scripts/decode.py --file data/scene.txt --max-new-tokens 400 --temperature 0.8
 """
 
 import argparse

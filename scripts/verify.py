@@ -29,7 +29,14 @@ from models.deepseek_v4.runtime import DeepseekV4Runtime
 
 TOLERANCE = 1e-4
 """Two right float32 implementations differ by about 3e-5 where logits have a deviation of 2."""
-ARRAYS = ("input_ids", "prefill_logits", "greedy_tokens", "decode_logits", "full_ids", "full_logits")
+ARRAYS = (
+    "input_ids",
+    "prefill_logits",
+    "greedy_tokens",
+    "decode_logits",
+    "full_ids",
+    "full_logits",
+)
 
 
 def load_oracle(folder: pathlib.Path) -> dict[str, np.ndarray]:
@@ -114,7 +121,9 @@ def oracle(args: argparse.Namespace) -> int:
         rows.append({"what": what, "tile": tile, "max_abs": difference})
 
     whole = whole_sequence(model, full)
-    compare("prefill, whole sequence, no cache", None, whole[: len(prompt)], arrays["prefill_logits"])
+    compare(
+        "prefill, whole sequence, no cache", None, whole[: len(prompt)], arrays["prefill_logits"]
+    )
     compare("whole sequence, no cache", None, whole, arrays["full_logits"])
     for tile in args.tile or tile_sizes(runtime.geometry.block_tokens, len(full)):
         run = OracleRun(runtime, tile, len(full))
@@ -130,7 +139,9 @@ def oracle(args: argparse.Namespace) -> int:
     return _report_oracle(args, folder, rows)
 
 
-def _report_oracle(args: argparse.Namespace, folder: pathlib.Path, rows: list[dict[str, Any]]) -> int:
+def _report_oracle(
+    args: argparse.Namespace, folder: pathlib.Path, rows: list[dict[str, Any]]
+) -> int:
     command_line.print_table(
         f"{folder.name} on {command_line.device_name()}, tolerance {TOLERANCE:g}",
         ["what", "tile", "max abs", "greedy tokens equal", "ok"],

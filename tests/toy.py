@@ -92,9 +92,7 @@ def prefill(steps: Steps, cache: Cache, ids: np.ndarray, slot: int = 0) -> tuple
     return np.concatenate(parts)[: len(ids)], cache
 
 
-def decode(
-    steps: Steps, cache: Cache, ids: np.ndarray, slot: int = 0
-) -> tuple[np.ndarray, Cache]:
+def decode(steps: Steps, cache: Cache, ids: np.ndarray, slot: int = 0) -> tuple[np.ndarray, Cache]:
     """Logits ``[tokens, vocab]`` after each of ``ids``, and the cache after the last."""
     rows = []
     active = jnp.arange(cache.slots) == slot

@@ -1,0 +1,1 @@
+"""Jitted steps, sampling and generation over any model that follows the protocol."""

@@ -93,9 +93,9 @@ class Generator:
         needed = len(prompt) + max_new_tokens
         if needed > self.capacity_tokens:
             raise UserError(
-                f"{len(prompt)} prompt tokens and {max_new_tokens} new ones need {needed} tokens of "
-                f"cache; the capacity is {self.capacity_tokens}: raise the context or shorten the "
-                "prompt"
+                f"{len(prompt)} prompt tokens and {max_new_tokens} new ones need {needed} tokens "
+                f"of cache; the capacity is {self.capacity_tokens}: raise the context or shorten "
+                "the prompt"
             )
 
     def stream(

@@ -61,7 +61,7 @@ class Steps:
         return self._decode(self.model.params, batch, cache)
 
     def warm_up(self, cache: Cache) -> Cache:
-        """Compiles both steps by running them idle; the cache comes back unchanged. DONATES cache."""
+        """Compiles both steps by running them idle; contents stay as they are. DONATES cache."""
         _, cache = self.tile(idle_tile(self.options, cache.slots), cache)
         _, cache = self.decode(idle_decode(cache.slots), cache)
         return cache

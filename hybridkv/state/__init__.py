@@ -1,0 +1,1 @@
+"""Device pytrees of the cache, and pure functions on them."""

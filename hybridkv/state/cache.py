@@ -1,7 +1,7 @@
-"""The whole device cache of one model: pools, sequence states, block tables and lengths.
+r"""The whole device cache of one model: pools, sequence states, block tables and lengths.
 
     block table [slots, blocks_per_sequence] ----> COMPRESSED  [blocks, rows, width] a layer
-        lengths [slots]                     \\---> INDEXER     [blocks, rows, width] a routed layer
+        lengths [slots]                     \---> INDEXER     [blocks, rows, width] a routed layer
            |
            +--> slot --> WINDOW [slots, window, width], TAIL [slots, ratio, channels] a layer
 
@@ -58,17 +58,19 @@ class Cache:
     @classmethod
     def declare(cls, geometry: Geometry, capacity: Capacity) -> "Cache":
         """Declarations of all arrays."""
+        table: Any = Leaf(
+            shape=(capacity.slots, capacity.blocks_per_sequence),
+            dtype=jnp.int32,
+            axes=("slots", None),
+            fill=capacity.blocks,
+        )
+        lengths: Any = Leaf(shape=(capacity.slots,), dtype=jnp.int32, axes=("slots",))
         return cls(
             compressed=CompressedRows.declare(geometry, capacity),
             indexer=IndexRows.declare(geometry, capacity),
             sequence=SequenceState.declare(geometry, capacity),
-            block_table=Leaf(
-                shape=(capacity.slots, capacity.blocks_per_sequence),
-                dtype=jnp.int32,
-                axes=("slots", None),
-                fill=capacity.blocks,
-            ),
-            lengths=Leaf(shape=(capacity.slots,), dtype=jnp.int32, axes=("slots",)),
+            block_table=table,
+            lengths=lengths,
             geometry=geometry,
         )
 
@@ -110,7 +112,7 @@ class Cache:
         )
 
     def with_layers(self, layers: tuple[LayerCache, ...], lengths: jax.Array) -> "Cache":
-        """This cache with every layer's share and the lengths replaced."""
+        """The cache with every layer's share and the lengths replaced."""
         owns = [self.geometry.owner(number) == number for number in range(len(layers))]
         return dataclasses.replace(
             self,

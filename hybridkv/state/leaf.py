@@ -40,7 +40,9 @@ def _is_leaf(x: Any) -> bool:
 
 def abstract(declared: Any) -> Any:
     """The same tree of ``jax.ShapeDtypeStruct``."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), declared, is_leaf=_is_leaf)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), declared, is_leaf=_is_leaf
+    )
 
 
 def shardings(
@@ -57,11 +59,12 @@ def shardings(
 
 
 def init(declared: Any, placement: Any | None = None) -> Any:
-    """The same tree of arrays. ``placement`` is a sharding, or a tree of them as ``shardings``
-    makes it; without it arrays stand uncommitted on the default device."""
-    arrays = jax.tree.map(
-        lambda x: jnp.full(x.shape, x.fill, x.dtype), declared, is_leaf=_is_leaf
-    )
+    """The same tree of arrays.
+
+    ``placement`` is a sharding, or a tree of them as ``shardings`` makes it; without it arrays
+    stand uncommitted on the default device.
+    """
+    arrays = jax.tree.map(lambda x: jnp.full(x.shape, x.fill, x.dtype), declared, is_leaf=_is_leaf)
     return arrays if placement is None else jax.device_put(arrays, placement)
 
 

@@ -7,6 +7,7 @@ cell is empty, the overlap never is.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ class CompressorTail:
     def declare(cls, layer: LayerGeometry, width: int, capacity: Capacity) -> "CompressorTail":
         """The declarations of a compressor that makes rows of ``width`` channels."""
 
-        def leaf(channels: int) -> Leaf:
+        def leaf(channels: int) -> Any:
             return Leaf(
                 shape=(capacity.slots, layer.ratio, channels),
                 dtype=jnp.float32,

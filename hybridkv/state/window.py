@@ -44,14 +44,14 @@ class WindowRows:
 
 
 def read_window(
-    ring: Shaped[Array, "n window stored"], first: Int[Array, "n"]
-) -> Shaped[Array, "n before stored"]:
-    """The ``window - 1`` rows before position ``first``, oldest first.
+    ring: Shaped[Array, "n window stored"], end: Int[Array, "n"], count: int
+) -> Shaped[Array, "n count stored"]:
+    """The ``count`` rows before position ``end``, oldest first.
 
     Rows before position 0 are zero, by selection.
     """
     window = ring.shape[1]
-    position = first[:, None] + jnp.arange(1 - window, 0, dtype=jnp.int32)[None, :]
+    position = end[:, None] + jnp.arange(-count, 0, dtype=jnp.int32)[None, :]
     rows = jnp.take_along_axis(ring, (position % window)[..., None], axis=1)
     return jnp.where((position >= 0)[..., None], rows, jnp.zeros((), ring.dtype))
 

@@ -37,9 +37,7 @@ class Attention(nnx.Module):
             if kind == SLIDING
             else Compressor(config, width=width, ratio=ratio, overlap=kind == SPARSE, rngs=rngs)
         )
-        self.indexer = nnx.data(
-            Indexer(config, ratio=ratio, rngs=rngs) if kind == SPARSE else None
-        )
+        self.indexer = nnx.data(Indexer(config, ratio=ratio, rngs=rngs) if kind == SPARSE else None)
         self.heads, self.width, self.groups = heads, width, config.output_groups
         self.norm_eps = config.norm_eps
         self.topk = config.index_topk

@@ -46,8 +46,6 @@ class Compressor(nnx.Module):
         bias = self.position_bias[...][positions % self.ratio]
         return CellInput(self.kv(wide), self.gate(wide) + bias)
 
-    def finish(
-        self, pooled: Float[Array, "*n width"], angles: Angles
-    ) -> Float[Array, "*n width"]:
+    def finish(self, pooled: Float[Array, "*n width"], angles: Angles) -> Float[Array, "*n width"]:
         """Rows from pooled cells: norm, then rotation at the cell's first position."""
         return rotate(self.norm(pooled.astype(self.dtype)), angles)

@@ -1,10 +1,12 @@
 """The decode step: one more token of every active slot."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from hybridkv.geometry import Geometry
@@ -14,11 +16,10 @@ from hybridkv.state.compressed import write_rows
 from hybridkv.state.tail import CompressorTail
 from hybridkv.state.window import read_window
 from models.common import rotary_angles
-from models.deepseek_v4.attention import Attention
+from models.deepseek_v4.cached import compress_layer, pool_after, sequence_attention
 from models.deepseek_v4.compressor import CellInput, Compressor
 from models.deepseek_v4.lanes import map_sequences
 from models.deepseek_v4.model import AttendInput, DeepseekV4
-from models.deepseek_v4.tile import pool_after, sequence_attention
 from pallas_kernels.packing import api as packing
 
 
@@ -70,20 +71,18 @@ def _attention(
         latent = attention.latent(x)
         row = packing.encode(attention.rows(x, angles), geometry.window_format.name)
         assert layer.window is not None
-        buffer = jnp.concatenate([read_window(layer.window, positions), row[:, None]], axis=1)
-        place = positions % config.window
-        new = dataclasses.replace(
-            layer, window=layer.window.at[slots.write, place].set(row, mode="drop")
-        )
+        # Written before it is read: the other order makes XLA copy the ring.
+        window = layer.window.at[slots.write, positions % config.window].set(row, mode="drop")
+        new = dataclasses.replace(layer, window=window)
+        buffer = read_window(window, positions + 1, config.window)
         arguments = [
             attention.queries(latent, angles).astype(jnp.float32)[:, None],
             packing.decode(buffer, geometry.window_format.name),
             positions,
         ]
+        compress = functools.partial(_compress, inputs, slots, frequencies)
+        new = compress_layer(attention, new, geometry, compress)
         if attention.compressor is not None:
-            new = dataclasses.replace(
-                new, **_compress(attention, inputs, layer, slots, geometry, frequencies)
-            )
             visible = (positions + 1) // config.layer_ratios[number]
             arguments += [slots.table, visible[:, None]]
         if attention.indexer is not None:
@@ -102,41 +101,13 @@ def _attention(
 
 
 def _compress(
-    attention: Attention,
     inputs: AttendInput,
-    layer: LayerCache,
     slots: Slots,
-    geometry: Geometry,
-    frequencies: jax.Array,
-) -> dict[str, jax.Array | CompressorTail]:
-    assert attention.compressor is not None and layer.rows is not None and layer.tail is not None
-    format = geometry.row_format.name
-    rows, tail = _compress_one(
-        attention.compressor, inputs, layer.rows, layer.tail, slots, format, frequencies
-    )
-    new: dict[str, jax.Array | CompressorTail] = {"rows": rows, "tail": tail}
-    if attention.indexer is not None:
-        assert layer.index is not None and layer.index_tail is not None
-        new["index"], new["index_tail"] = _compress_one(
-            attention.indexer.compressor,
-            inputs,
-            layer.index,
-            layer.index_tail,
-            slots,
-            geometry.index_format.name,
-            frequencies,
-        )
-    return new
-
-
-def _compress_one(
+    frequencies: np.ndarray,
     compressor: Compressor,
-    inputs: AttendInput,
     pool: jax.Array,
     tail: CompressorTail,
-    slots: Slots,
     format: str,
-    frequencies: jax.Array,
 ) -> tuple[jax.Array, CompressorTail]:
     """Adds the token to its open cell; where that completes the cell, writes its row."""
     ratio, positions = compressor.ratio, inputs.positions

@@ -39,6 +39,7 @@ class Gate(nnx.Module):
         if self.expert_of is not None:
             picks = self.expert_of[...][tokens]
         else:
+            assert self.bias is not None
             picks = jax.lax.top_k(scores + self.bias[...][None, :], self.per_token)[1]
         weights = jnp.take_along_axis(scores, picks, axis=-1)
         if self.normalize:
@@ -117,7 +118,7 @@ class Experts(nnx.Module):
     ) -> Float[Array, "n k hidden"]:
         """Each picked expert's output, float32, by groups of ``rows`` tokens of one expert."""
         up, down = self.up[...], self.down[...]
-        experts, pairs = up.shape[0], picks.size
+        experts = up.shape[0]
         order, group_expert, source, used = group_rows(picks.reshape(-1), experts, rows)
 
         def group(i: jax.Array) -> jax.Array:
@@ -148,6 +149,9 @@ def group_rows(
     where a place is empty), and how many groups are used.
     """
     pairs = expert.shape[0]
+    if rows == 1:  # every pair is a group of its own: nothing to sort
+        own = jnp.arange(pairs, dtype=jnp.int32)
+        return own, expert, own, jnp.int32(pairs)
     groups = cdiv(pairs, rows) + min(experts, pairs)
     hot = (expert[:, None] == jnp.arange(experts, dtype=expert.dtype)[None, :]).astype(jnp.int32)
     counts = jnp.sum(hot, axis=0)

@@ -40,12 +40,14 @@ class Block(nnx.Module):
     """Attention and experts, each inside its hyper-connection."""
 
     def __init__(self, config: DeepseekV4Config, layer: int, rngs: nnx.Rngs) -> None:
-        norm = {"eps": config.norm_eps, "dtype": config.dtype}
+        def norm() -> RMSNorm:
+            return RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=config.dtype)
+
         self.attention_hc = HyperConnection(config, rngs)
-        self.attention_norm = RMSNorm(config.hidden_size, **norm)
+        self.attention_norm = norm()
         self.attention = Attention(config, layer, rngs)
         self.experts_hc = HyperConnection(config, rngs)
-        self.experts_norm = RMSNorm(config.hidden_size, **norm)
+        self.experts_norm = norm()
         self.experts = Experts(config, layer, rngs)
 
     def __call__(
@@ -101,9 +103,7 @@ class DeepseekV4(nnx.Module):
         after = []
         for layer, (block, carry) in enumerate(zip(self.blocks, carries, strict=True)):
             turn = angles[config.layer_rope(layer)]
-            streams, carry = block(
-                streams, tokens, positions, turn, attend, carry, expert_options
-            )
+            streams, carry = block(streams, tokens, positions, turn, attend, carry, expert_options)
             after.append(carry)
         return self.norm(self.stream_head(streams)), tuple(after)
 

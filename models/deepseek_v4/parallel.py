@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from hybridkv.arithmetic import cdiv
@@ -181,7 +182,7 @@ def _all_rows(
     compressor: Compressor,
     x: Float[Array, "b t hidden"],
     positions: Int[Array, "b t"],
-    frequencies: jax.Array,
+    frequencies: np.ndarray,
 ) -> Float[Array, "b cells width"]:
     """Rows of every complete cell of sequences that start at position 0."""
     ratio = compressor.ratio
@@ -209,7 +210,7 @@ def _index_keys(
     attention: Attention,
     x: Float[Array, "b t hidden"],
     positions: Int[Array, "b t"],
-    frequencies: jax.Array,
+    frequencies: np.ndarray,
 ) -> Float[Array, "b rows c"]:
     assert attention.indexer is not None
     x = jax.lax.stop_gradient(x)

@@ -6,10 +6,12 @@ through the block table, after this tile's rows are written; the ring is written
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from hybridkv.geometry import Geometry
@@ -19,14 +21,10 @@ from hybridkv.state.compressed import write_rows
 from hybridkv.state.tail import CompressorTail, tail_after
 from hybridkv.state.window import read_window, ring_after
 from models.common import rotary_angles
-from models.deepseek_v4.attention import Attention
+from models.deepseek_v4.cached import compress_layer, pool_after, sequence_attention
 from models.deepseek_v4.compressor import CellInput, Compressor
 from models.deepseek_v4.lanes import map_sequences
 from models.deepseek_v4.model import AttendInput, DeepseekV4
-from pallas_kernels.attention import api as attention_kernel
-from pallas_kernels.blocks import BlockRows
-from pallas_kernels.compression import api as compression_kernel
-from pallas_kernels.index_scores import api as index_kernel
 from pallas_kernels.packing import api as packing
 
 
@@ -118,10 +116,9 @@ def _attention(
             lanes.starts,
         ]
         ratio = config.layer_ratios[number]
+        compress = functools.partial(_compress, inputs, lanes, frequencies)
+        new = compress_layer(attention, new, geometry, compress)
         if attention.compressor is not None:
-            new = dataclasses.replace(
-                new, **_compress(attention, inputs, layer, lanes, geometry, frequencies)
-            )
             visible = jnp.minimum((positions + 1) // ratio, (lanes.ends // ratio)[:, None])
             arguments += [lanes.table, visible]
         if attention.indexer is not None:
@@ -139,105 +136,24 @@ def _attention(
     return attend
 
 
-def sequence_attention(
-    attention: Attention,
-    layer: LayerCache,
-    geometry: Geometry,
-    window: int,
-    options: StepOptions,
-) -> Callable[..., jax.Array]:
-    """Attention of one sequence's consecutive queries, for ``map_sequences``."""
-
-    def function(
-        q: Float[Array, "t heads width"],
-        local: Float[Array, "buffer width"],
-        first: Int[Array, ""],
-        table: Int[Array, "blocks"] | None = None,
-        visible: Int[Array, "t"] | None = None,
-        index_queries: Float[Array, "t index_heads index_width"] | None = None,
-        index_weights: Float[Array, "t index_heads"] | None = None,
-    ) -> Float[Array, "t heads width"]:
-        rows = picks = None
-        if layer.rows is not None and table is not None:
-            rows = BlockRows(layer.rows, table)
-        if index_queries is not None:
-            assert index_weights is not None and visible is not None
-            assert layer.index is not None and table is not None
-            picks = index_kernel.pick_rows(
-                index_queries,
-                index_weights,
-                BlockRows(layer.index, table),
-                visible,
-                topk=attention.topk,
-                key_block=options.index_block,
-                format=geometry.index_format.name,
-            )
-        return attention_kernel.attend(
-            q,
-            local,
-            first,
-            attention.sink[...],
-            window=window,
-            scale=attention.scale,
-            rows=rows,
-            visible=visible,
-            picks=picks,
-            key_block=options.key_block,
-            format=geometry.row_format.name,
-        )
-
-    return function
-
-
-def _roll_window(
-    layer: LayerCache, rows: jax.Array, lanes: Lanes
-) -> tuple[jax.Array, jax.Array]:
+def _roll_window(layer: LayerCache, rows: jax.Array, lanes: Lanes) -> tuple[jax.Array, jax.Array]:
     """The linear buffer that attention reads, and the rings after this tile."""
     assert layer.window is not None
     slot = jnp.minimum(lanes.slots, layer.window.shape[0] - 1)
     ring = layer.window[slot]
-    buffer = jnp.concatenate([read_window(ring, lanes.starts), rows], axis=1)
+    buffer = jnp.concatenate([read_window(ring, lanes.starts, ring.shape[1] - 1), rows], axis=1)
     ring = ring_after(buffer, ring, lanes.starts, lanes.ends)
     return buffer, layer.window.at[lanes.slots].set(ring, mode="drop")
 
 
 def _compress(
-    attention: Attention,
     inputs: AttendInput,
-    layer: LayerCache,
     lanes: Lanes,
-    geometry: Geometry,
-    frequencies: jax.Array,
-) -> dict[str, jax.Array | CompressorTail]:
-    """Rows and tails of the main and, with routing, the index compressor."""
-    assert attention.compressor is not None and layer.rows is not None and layer.tail is not None
-    format = geometry.row_format.name
-    rows, tail = _compress_one(
-        attention.compressor, inputs, layer.rows, layer.tail, lanes, format, frequencies
-    )
-    new: dict[str, jax.Array | CompressorTail] = {"rows": rows, "tail": tail}
-    if attention.indexer is not None:
-        assert layer.index is not None and layer.index_tail is not None
-        new["index"], new["index_tail"] = _compress_one(
-            attention.indexer.compressor,
-            inputs,
-            layer.index,
-            layer.index_tail,
-            lanes,
-            geometry.index_format.name,
-            frequencies,
-        )
-    return new
-
-
-def _compress_one(
+    frequencies: np.ndarray,
     compressor: Compressor,
-    inputs: AttendInput,
     pool: jax.Array,
     tails: CompressorTail,
-    lanes: Lanes,
     format: str,
-    frequencies: jax.Array,
 ) -> tuple[jax.Array, CompressorTail]:
     ratio = compressor.ratio
     count, tile = inputs.positions.shape
@@ -255,13 +171,3 @@ def _compress_one(
     return pool, jax.tree.map(
         lambda all_, new: all_.at[lanes.slots].set(new, mode="drop"), tails, tail
     )
-
-
-def pool_after(
-    cells: CellInput, tail: CompressorTail, exists: jax.Array
-) -> Float[Array, "n cells width"]:
-    """Pools each sequence's cells; the first overlaps with what its tail kept, if it ``exists``."""
-    if tail.earlier_kv is None:
-        return jax.vmap(lambda c: compression_kernel.pool_cells(c.kv, c.gate, None))(cells)
-    earlier = compression_kernel.Earlier(tail.earlier_kv, tail.earlier_gate, exists)
-    return jax.vmap(lambda c, e: compression_kernel.pool_cells(c.kv, c.gate, e))(cells, earlier)

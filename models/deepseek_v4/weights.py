@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -43,9 +42,7 @@ def places(config: DeepseekV4Config) -> Iterator[Place]:
     yield Place(("head", "kernel"), "lm_head.weight", ("head.weight",), "transposed")
     yield Place(("norm", "weight"), "model.norm.weight", ("norm.weight",), "same")
     for leaf, layout in (("fn", "transposed"), ("base", "same"), ("scale", "same")):
-        yield Place(
-            ("stream_head", leaf), f"model.hc_head.hc_{leaf}", (f"hc_head_{leaf}",), layout
-        )
+        yield Place(("stream_head", leaf), f"model.hc_head.hc_{leaf}", (f"hc_head_{leaf}",), layout)
     for layer in range(config.layers):
         yield from _layer_places(config, layer)
 
@@ -81,7 +78,10 @@ def _attention_places(
         yield _matrix((*at, ours), f"{hf}.{theirs}", f"{off}.{short}")
     yield Place((*at, "o_a"), f"{hf}.o_a_proj.weight", (f"{off}.wo_a.weight",), "grouped")
     yield Place((*at, "sink"), f"{hf}.sinks", (f"{off}.attn_sink",), "same")
-    for ours, theirs, short in (("q_norm", "q_a_norm", "q_norm"), ("kv_norm", "kv_norm", "kv_norm")):
+    for ours, theirs, short in (
+        ("q_norm", "q_a_norm", "q_norm"),
+        ("kv_norm", "kv_norm", "kv_norm"),
+    ):
         yield Place(
             (*at, ours, "weight"), f"{hf}.{theirs}.weight", (f"{off}.{short}.weight",), "same"
         )
@@ -134,9 +134,7 @@ def _matrix(at: tuple[str | int, ...], hf: str, off: str) -> Place:
     return Place((*at, "kernel"), f"{hf}.weight", (f"{off}.weight",), "transposed")
 
 
-def load_safetensors(
-    model: DeepseekV4, folder: str | pathlib.Path
-) -> None:
+def load_safetensors(model: DeepseekV4, folder: str | pathlib.Path) -> None:
     """Fills ``model`` from a folder of ``*.safetensors``, in any of the three namings.
 
     Raises:
@@ -242,5 +240,3 @@ def _to_checkpoint(value: np.ndarray, layout: str) -> np.ndarray:
         groups, inputs, rank = value.shape
         return value.swapaxes(1, 2).reshape(groups * rank, inputs)
     return value.swapaxes(-1, -2)
-
-

@@ -1,0 +1,1 @@
+"""Window and compressed attention."""

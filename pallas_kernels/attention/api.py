@@ -56,5 +56,3 @@ def attend(
         key_block=key_block,
         format=format,
     )
-
-

@@ -1,0 +1,1 @@
+"""Pooling of cells into rows."""

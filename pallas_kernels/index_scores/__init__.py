@@ -1,0 +1,1 @@
+"""Index scores and streaming top-k."""

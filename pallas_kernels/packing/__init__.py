@@ -1,0 +1,1 @@
+"""Stored formats of rows."""

@@ -32,7 +32,8 @@ def reference(alone):
     """Digests of prompt and decode logits of one sequence alone in a small cache."""
     logits, cache = prefill(alone, empty_cache(alone), IDS)
     after, _ = decode(alone, cache, NEW)
-    assert np.isfinite(logits).all() and np.isfinite(after).all()
+    assert np.isfinite(logits).all()
+    assert np.isfinite(after).all()
     return digest(logits), digest(after)
 
 
@@ -58,7 +59,7 @@ def test_order_of_blocks_changes_no_bit(alone, reference):
 
 
 def _poison(cache: Cache, length: int) -> Cache:
-    """NaN in every byte of the cache that a sequence of ``length`` tokens in slot 0 does not own."""
+    """NaN in every byte that a sequence of ``length`` tokens in slot 0 does not own."""
     geometry = cache.geometry
 
     def rows(pool: jax.Array, ratio: int) -> jax.Array:
@@ -182,9 +183,7 @@ def test_idle_slots_keep_every_byte(runtime):
     pools = [np.asarray(x)[blocks] for x in cache.compressed.layers if x is not None]
     _, cache = prefill(steps, cache, IDS, slot=0)
     _, cache = decode(steps, cache, NEW, slot=0)
-    for old, new in zip(
-        jax.tree.leaves(before), jax.tree.leaves(cache.sequence), strict=True
-    ):
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(cache.sequence), strict=True):
         np.testing.assert_array_equal(old[1], np.asarray(new)[1])
     for old, new in zip(pools, (x for x in cache.compressed.layers if x is not None), strict=True):
         np.testing.assert_array_equal(old, np.asarray(new)[blocks])

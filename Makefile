@@ -1,0 +1,52 @@
+# Each target sets up what it needs in .venv and then runs. PYTHON picks the interpreter.
+PYTHON ?= python3
+BIN := .venv/bin
+NEXT_BIN := .venv-next/bin
+PIP_FLAGS := --quiet --disable-pip-version-check
+# Test workers; compilation, which dominates, is mostly single-threaded.
+JOBS ?= 2
+
+.PHONY: demo test test-next lint format train clean
+
+demo: .venv/.base
+	$(BIN)/python scripts/decode.py --file data/scene.txt --echo --max-new-tokens 400 \
+	  --temperature 0.7 --seed 2
+
+test: .venv/.dev
+	$(BIN)/python -m pytest -n $(JOBS)
+
+# The same tests with the newest JAX, on the first Python >= 3.12 that runs.
+test-next: .venv-next/.dev
+	$(NEXT_BIN)/python -m pytest -n $(JOBS)
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+train: .venv/.dev
+	$(BIN)/python scripts/train.py --run runs/shakespeare
+
+.venv/.base: pyproject.toml
+	$(PYTHON) scripts/check_python.py
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install $(PIP_FLAGS) --editable .
+	@touch $@
+
+.venv/.dev: pyproject.toml
+	$(PYTHON) scripts/check_python.py
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install $(PIP_FLAGS) --editable '.[dev]'
+	@touch $@ .venv/.base
+
+.venv-next/.dev: pyproject.toml
+	$$(sh scripts/find_python.sh) -m venv .venv-next
+	$(NEXT_BIN)/python -m pip install $(PIP_FLAGS) --upgrade --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv .venv-next build dist *.egg-info
