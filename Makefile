@@ -23,6 +23,7 @@ lint: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	MYPYPATH=scripts $(BIN)/mypy scripts/*.py
 
 format: .venv/.dev
 	$(BIN)/ruff check --fix .

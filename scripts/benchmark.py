@@ -86,12 +86,11 @@ class Ours:
         self.geometry = runtime.geometry
         self.capacity = Capacity.for_tokens(runtime.geometry, tokens=capacity)
         self.active = jnp.ones((1,), bool)
-        self.reset()
-        self.cache = self.steps.warm_up(self.cache)
+        self.cache = self.steps.warm_up(self.empty())
 
-    def reset(self) -> None:
+    def empty(self) -> Cache:
         """A new, empty cache."""
-        self.cache = assign_in_order(Cache.init(self.geometry, self.capacity))
+        return assign_in_order(Cache.init(self.geometry, self.capacity))
 
     def prefill(self, ids: np.ndarray) -> dict[str, Any]:
         """Consumes a prompt from position 0."""
@@ -220,7 +219,7 @@ def measure_growth(ours: Ours, args: argparse.Namespace, rng: np.random.Generato
     ids = rng.integers(0, MODEL["vocab_size"], args.longest).astype(np.int32)
     caches = {}
     for length in lengths:
-        ours.reset()
+        ours.cache = ours.empty()
         ours.prefill(ids[:length])
         caches[length] = ours.cache
     seconds: dict[int, list[float]] = {length: [] for length in lengths}

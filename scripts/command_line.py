@@ -42,7 +42,7 @@ def use_compilation_cache() -> None:
 
     ``JAX_COMPILATION_CACHE_DIR``, where set, decides instead.
     """
-    if jax.config.jax_compilation_cache_dir:
+    if getattr(jax.config, "jax_compilation_cache_dir", None):
         return
     base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
     jax.config.update("jax_compilation_cache_dir", str(base / "hybridkv" / "xla"))

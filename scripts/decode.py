@@ -14,7 +14,7 @@ import command_line
 import numpy as np
 
 from hybridkv import formats
-from hybridkv.engine.generate import GenerationStats, Generator, default_options
+from hybridkv.engine.generate import GenerationStats, Generator, check_prompt, default_options
 from hybridkv.engine.sampling import SamplingOptions
 from hybridkv.errors import UserError
 from models.deepseek_v4.checkpoint import load_model
@@ -114,8 +114,10 @@ def main() -> int:
     options = default_options(runtime)
     if args.tile:
         options = dataclasses.replace(options, tile=args.tile)
+    check_prompt(  # before anything is compiled
+        runtime, prompt, max_new_tokens=args.max_new_tokens, capacity_tokens=args.context
+    )
     generator = Generator(runtime, options, capacity_tokens=args.context)
-    generator.check_prompt(prompt, args.max_new_tokens)
     start_seconds = time.perf_counter() - began
     if args.echo and text is not None:
         print("".join(text.feed(int(t)) for t in prompt), end="")

@@ -41,6 +41,71 @@ class GenerationStats:
         return (self.new_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
 
 
+def check_prompt(
+    model: StepModel,
+    prompt: np.ndarray,
+    *,
+    max_new_tokens: int,
+    capacity_tokens: int,
+    mask: np.ndarray | None = None,
+) -> np.ndarray:
+    """The prompt as int32, or a refusal before any work.
+
+    Args:
+      model: whose vocabulary and padding token count.
+      prompt: integer ``[tokens]``.
+      max_new_tokens: tokens to generate after it.
+      capacity_tokens: tokens the cache holds.
+      mask: as tokenizers return it, truth where a token is real; padding on the right is dropped.
+
+    Raises:
+      UserError: the prompt is empty, padded on the left, has ids outside the vocabulary or of a
+        float dtype, or does not fit together with ``max_new_tokens``.
+    """
+    if prompt.ndim != 1 or not np.issubdtype(prompt.dtype, np.integer):
+        raise UserError(
+            f"token ids must be a one-dimensional integer array, got {prompt.dtype} "
+            f"{list(prompt.shape)}: pass np.asarray(ids, np.int32)"
+        )
+    if mask is not None:
+        prompt = _unpadded(prompt, mask)
+    if not len(prompt):
+        raise UserError("the prompt is empty: give at least one token")
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    outside = prompt[(prompt < 0) | (prompt >= model.vocab_size)]
+    if len(outside):
+        raise UserError(
+            f"token id {int(outside[0])} is outside the vocabulary: ids are 0 to "
+            f"{model.vocab_size - 1}"
+        )
+    if model.pad_token is not None and prompt[0] == model.pad_token:
+        raise UserError(LEFT_PADDING)
+    needed = len(prompt) + max_new_tokens
+    if needed > capacity_tokens:
+        raise UserError(
+            f"{len(prompt)} prompt tokens and {max_new_tokens} new ones need {needed} tokens of "
+            f"cache; the capacity is {capacity_tokens}: raise the context or shorten the prompt"
+        )
+    return prompt.astype(np.int32)
+
+
+LEFT_PADDING = (
+    "the prompt is padded on the left: pads would enter the compressed rows and move every cell "
+    "boundary, so pass it unpadded (sequences need not be of one length)"
+)
+
+
+def _unpadded(prompt: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    if mask.shape != prompt.shape:
+        raise UserError(f"the mask has shape {list(mask.shape)}, the prompt {list(prompt.shape)}")
+    real = mask.astype(bool)
+    count = int(real.sum())
+    if not real[:count].all():
+        raise UserError(LEFT_PADDING)
+    return prompt[:count]
+
+
 class Generator:
     """Compiles once for a capacity, then generates for one prompt after the other.
 
@@ -56,7 +121,7 @@ class Generator:
         self._cache = self.steps.warm_up(assign_in_order(cache))
         self._sample = jax.jit(sample)
         self._sample(
-            jnp.zeros((1, model.vocab_size), jnp.float32),
+            jnp.zeros((options.lanes, model.vocab_size), jnp.float32)[:1],
             self._cache.lengths,
             SamplingBatch.of([SamplingOptions()]),
         ).block_until_ready()
@@ -67,57 +132,34 @@ class Generator:
         sizes = cache_bytes(self.steps.model.geometry, self.capacity)
         return {kind.value: size for kind, size in sizes.items()}
 
-    def check_prompt(self, prompt: np.ndarray, max_new_tokens: int) -> None:
-        """Refuses what cannot be generated, before any work.
-
-        Raises:
-          UserError: the prompt is empty, has ids outside the vocabulary or of a float dtype, or
-            does not fit together with ``max_new_tokens``.
-        """
-        if prompt.ndim != 1 or not np.issubdtype(prompt.dtype, np.integer):
-            raise UserError(
-                f"token ids must be a one-dimensional integer array, got {prompt.dtype} "
-                f"{list(prompt.shape)}: pass np.asarray(ids, np.int32)"
-            )
-        if not len(prompt):
-            raise UserError("the prompt is empty: give at least one token")
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-        vocab = self.steps.model.vocab_size
-        if prompt.min() < 0 or prompt.max() >= vocab:
-            raise UserError(
-                f"token id {int(prompt.min() if prompt.min() < 0 else prompt.max())} is outside "
-                f"the vocabulary of {vocab}; padding ids are not prompt tokens: a padded prompt "
-                "would move every cell boundary, so pass it unpadded"
-            )
-        needed = len(prompt) + max_new_tokens
-        if needed > self.capacity_tokens:
-            raise UserError(
-                f"{len(prompt)} prompt tokens and {max_new_tokens} new ones need {needed} tokens "
-                f"of cache; the capacity is {self.capacity_tokens}: raise the context or shorten "
-                "the prompt"
-            )
-
     def stream(
         self,
         prompt: np.ndarray,
         *,
         max_new_tokens: int,
+        mask: np.ndarray | None = None,
         sampling: SamplingOptions = SamplingOptions(),
         stats: GenerationStats | None = None,
     ) -> Iterator[int]:
         """Yields new token ids one by one; fills ``stats`` as it goes.
 
         Args:
-          prompt: integer ``[tokens]``, unpadded.
+          prompt: integer ``[tokens]``.
           max_new_tokens: at most so many; the caller may stop earlier.
+          mask: truth where a token of the prompt is real.
           sampling: how tokens are chosen.
           stats: an object to fill.
 
         Raises:
           UserError: see ``check_prompt``.
         """
-        self.check_prompt(prompt, max_new_tokens)
+        prompt = check_prompt(
+            self.steps.model,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            capacity_tokens=self.capacity_tokens,
+            mask=mask,
+        )
         stats = stats if stats is not None else GenerationStats(prompt_tokens=0)
         stats.prompt_tokens = len(prompt)
         batch = SamplingBatch.of([sampling])
@@ -127,7 +169,7 @@ class Generator:
         began = time.perf_counter()
         active = jnp.ones((1,), bool)
         for count in range(1, max_new_tokens + 1):
-            value = int(token[0])
+            value = int(np.asarray(token)[0])  # indexing on the device would compile
             stats.new_tokens, stats.decode_seconds = count, time.perf_counter() - began
             used = self.steps.model.geometry.cache_bytes(len(prompt) + count)
             stats.cache_bytes = {kind.value: size for kind, size in used.items()}
@@ -140,7 +182,7 @@ class Generator:
 
     def _prefill(self, prompt: np.ndarray, sampling: SamplingBatch) -> jax.Array:
         options = self.steps.options
-        for batch in prompt_tiles(prompt.astype(np.int32), 0, options, slots=1):
+        for batch in prompt_tiles(prompt, 0, options, slots=1):
             logits, self._cache = self.steps.tile(batch, self._cache)
         token = self._sample(logits[:1], self._cache.lengths, sampling)
         return token.block_until_ready()

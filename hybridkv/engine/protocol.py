@@ -23,6 +23,11 @@ class StepModel(Protocol):
         ...
 
     @property
+    def pad_token(self) -> int | None:
+        """The id that pads batches elsewhere, if there is one; no prompt here starts with it."""
+        ...
+
+    @property
     def params(self) -> Any:
         """The parameters: any pytree."""
         ...

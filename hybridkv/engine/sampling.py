@@ -43,25 +43,25 @@ class SamplingOptions:
 class SamplingBatch:
     """The options of each row, as arrays."""
 
-    temperature: Float[Array, "n"]
-    top_k: Int[Array, "n"]
-    top_p: Float[Array, "n"]
+    temperature: Float[Array, " n"]
+    top_k: Int[Array, " n"]
+    top_p: Float[Array, " n"]
     seed: Array
 
     @classmethod
     def of(cls, options: list[SamplingOptions]) -> "SamplingBatch":
         """One row per entry of ``options``."""
         return cls(
-            temperature=jnp.asarray(np.array([o.temperature for o in options], np.float32)),
-            top_k=jnp.asarray(np.array([o.top_k for o in options], np.int32)),
-            top_p=jnp.asarray(np.array([o.top_p for o in options], np.float32)),
-            seed=jnp.asarray(np.array([o.seed for o in options], np.uint32)),
+            temperature=jax.device_put(np.array([o.temperature for o in options], np.float32)),
+            top_k=jax.device_put(np.array([o.top_k for o in options], np.int32)),
+            top_p=jax.device_put(np.array([o.top_p for o in options], np.float32)),
+            seed=jax.device_put(np.array([o.seed for o in options], np.uint32)),
         )
 
 
 def sample(
-    logits: Float[Array, "n vocab"], positions: Int[Array, "n"], options: SamplingBatch
-) -> Int[Array, "n"]:
+    logits: Float[Array, "n vocab"], positions: Int[Array, " n"], options: SamplingBatch
+) -> Int[Array, " n"]:
     """The token after each of ``positions``; a row's choice depends on that row alone."""
     return jax.vmap(_sample_one)(logits, positions, options)
 

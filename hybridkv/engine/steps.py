@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hybridkv.engine.protocol import StepModel
+from hybridkv.errors import UserError
 from hybridkv.state.batch import DecodeBatch, StepOptions, TileBatch
 from hybridkv.state.cache import Cache
 
@@ -27,7 +28,7 @@ class Steps:
     def __init__(self, model: StepModel, options: StepOptions) -> None:
         block = model.geometry.block_tokens
         if options.tile % block:
-            raise ValueError(
+            raise UserError(
                 f"tile is {options.tile} tokens: use a multiple of the model's block, {block}"
             )
         self.model = model
@@ -115,10 +116,10 @@ def prompt_tiles(
         at[0], starts[0], ends[0] = slot, first, first + len(part)
         batches.append(
             TileBatch(
-                tokens=jnp.asarray(padded),
-                slots=jnp.asarray(at),
-                starts=jnp.asarray(starts),
-                ends=jnp.asarray(ends),
+                tokens=jax.device_put(padded),  # jnp.asarray compiles once a shape
+                slots=jax.device_put(at),
+                starts=jax.device_put(starts),
+                ends=jax.device_put(ends),
             )
         )
     return batches

@@ -13,11 +13,11 @@ class TileBatch:
 
     tokens: Int[Array, "lanes tile"]
     """Token ids; those at or past ``end`` may hold anything."""
-    slots: Int[Array, "lanes"]
+    slots: Int[Array, " lanes"]
     """Slot of each lane's sequence; no slot twice. An idle lane's is the number of slots."""
-    starts: Int[Array, "lanes"]
+    starts: Int[Array, " lanes"]
     """First position, a multiple of the tile."""
-    ends: Int[Array, "lanes"]
+    ends: Int[Array, " lanes"]
     """Position after the last token; ``starts`` for an idle lane."""
 
 
@@ -26,9 +26,9 @@ class TileBatch:
 class DecodeBatch:
     """The next token of every active slot."""
 
-    tokens: Int[Array, "slots"]
+    tokens: Int[Array, " slots"]
     """Token ids; those of idle slots may hold anything."""
-    active: Bool[Array, "slots"]
+    active: Bool[Array, " slots"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

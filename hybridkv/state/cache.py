@@ -51,7 +51,7 @@ class Cache:
     sequence: SequenceState
     block_table: Int[Array, "slots blocks_per_sequence"]
     """Block of each ``block_tokens`` tokens; an unassigned entry is the number of blocks."""
-    lengths: Int[Array, "slots"]
+    lengths: Int[Array, " slots"]
     """Tokens each sequence has consumed."""
     geometry: Geometry = dataclasses.field(metadata={"static": True})
 

@@ -1,6 +1,7 @@
 """COMPRESSED: immutable rows of complete cells, in blocks that all sequences share."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +42,8 @@ def stored_row(width: int, format: str, row_bytes: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((row_bytes,), jnp.uint8)
 
 
-def declare_pool(rows_per_block: int, form: jax.ShapeDtypeStruct, capacity: Capacity) -> Leaf:
-    """One layer's pool."""
+def declare_pool(rows_per_block: int, form: jax.ShapeDtypeStruct, capacity: Capacity) -> Any:
+    """One layer's pool, a ``Leaf``."""
     return Leaf(
         shape=(capacity.blocks, rows_per_block, *form.shape),
         dtype=form.dtype,

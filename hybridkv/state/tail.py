@@ -78,8 +78,8 @@ def tail_after(
     kv: Float[Array, "n t channels"],
     gate: Float[Array, "n t channels"],
     tail: CompressorTail,
-    first: Int[Array, "n"],
-    end: Int[Array, "n"],
+    first: Int[Array, " n"],
+    end: Int[Array, " n"],
 ) -> CompressorTail:
     """The tail at ``end`` after tokens ``first ... end - 1``; ``first`` is a cell boundary."""
     ratio = tail.kv.shape[1]
@@ -99,7 +99,7 @@ def tail_after(
 
 
 def _last_cell(
-    x: Float[Array, "n t channels"], earlier: Float[Array, "n ratio width"], done: Int[Array, "n"]
+    x: Float[Array, "n t channels"], earlier: Float[Array, "n ratio width"], done: Int[Array, " n"]
 ) -> Float[Array, "n ratio width"]:
     """The overlap half of the last of ``done`` complete cells; ``earlier`` where there is none."""
     ratio, width = earlier.shape[1:]

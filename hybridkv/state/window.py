@@ -5,6 +5,7 @@ last ``window - 1`` are the state; the oldest is overwritten by the next token b
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,22 +30,19 @@ class WindowRows:
         form = stored_row(
             geometry.row_width, geometry.window_format.name, geometry.window_row_bytes
         )
-        return cls(
-            layers=tuple(
-                Leaf(
-                    shape=(capacity.slots, layer.window, *form.shape),
-                    dtype=form.dtype,
-                    axes=("slots", None, "width"),
-                )
-                if layer.window
-                else None
-                for layer in geometry.layers
+
+        def ring(window: int) -> Any:
+            return Leaf(
+                shape=(capacity.slots, window, *form.shape),
+                dtype=form.dtype,
+                axes=("slots", None, "width"),
             )
-        )
+
+        return cls(layers=tuple(ring(x.window) if x.window else None for x in geometry.layers))
 
 
 def read_window(
-    ring: Shaped[Array, "n window stored"], end: Int[Array, "n"], count: int
+    ring: Shaped[Array, "n window stored"], end: Int[Array, " n"], count: int
 ) -> Shaped[Array, "n count stored"]:
     """The ``count`` rows before position ``end``, oldest first.
 
@@ -59,8 +57,8 @@ def read_window(
 def ring_after(
     buffer: Shaped[Array, "n buffer stored"],
     ring: Shaped[Array, "n window stored"],
-    first: Int[Array, "n"],
-    end: Int[Array, "n"],
+    first: Int[Array, " n"],
+    end: Int[Array, " n"],
 ) -> Shaped[Array, "n window stored"]:
     """The ring at position ``end`` (not before ``first``).
 

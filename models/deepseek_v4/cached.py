@@ -66,8 +66,8 @@ def sequence_attention(
         q: Float[Array, "t heads width"],
         local: Float[Array, "buffer width"],
         first: Int[Array, ""],
-        table: Int[Array, "blocks"] | None = None,
-        visible: Int[Array, "t"] | None = None,
+        table: Int[Array, " blocks"] | None = None,
+        visible: Int[Array, " t"] | None = None,
         index_queries: Float[Array, "t index_heads index_width"] | None = None,
         index_weights: Float[Array, "t index_heads"] | None = None,
     ) -> Float[Array, "t heads width"]:

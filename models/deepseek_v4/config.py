@@ -87,6 +87,8 @@ class DeepseekV4Config:
     norm_eps: float
     rope: Rope
     compressed_rope: Rope
+    pad_token: int | None = None
+    """Id that other libraries pad batches with. Padding never enters this model."""
     dtype: str = "float32"
     """Dtype of activations and plain weights; gates, streams, routing and head are float32."""
 
@@ -193,6 +195,7 @@ def parse_config(fields: Mapping[str, Any]) -> DeepseekV4Config:
             norm_eps=fields["rms_norm_eps"],
             rope=rope,
             compressed_rope=compressed_rope,
+            pad_token=fields.get("pad_token_id"),
             dtype=fields.get("dtype") or fields.get("torch_dtype") or "float32",
         )
     except KeyError as error:

@@ -27,11 +27,11 @@ from pallas_kernels.packing import api as packing
 class Slots:
     """The sequences of one decode step, as every layer sees them."""
 
-    positions: Int[Array, "slots"]
-    write: Int[Array, "slots"]
+    positions: Int[Array, " slots"]
+    write: Int[Array, " slots"]
     """Slot to write to: past the end, and so nowhere, for idle ones."""
     active: Array
-    order: Int[Array, "slots"]
+    order: Int[Array, " slots"]
     """Active slots first."""
     table: Int[Array, "slots blocks_per_sequence"]
 

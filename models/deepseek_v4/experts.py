@@ -32,7 +32,7 @@ class Gate(nnx.Module):
         self.normalize = config.normalize_route
 
     def __call__(
-        self, x: Float[Array, "n hidden"], tokens: Int[Array, "n"]
+        self, x: Float[Array, "n hidden"], tokens: Int[Array, " n"]
     ) -> tuple[Int[Array, "n k"], Float[Array, "n k"]]:
         """Experts of each token and their float32 weights, which come from unbiased scores."""
         scores = jnp.sqrt(jax.nn.softplus(self.score(x)))
@@ -141,8 +141,8 @@ class Experts(nnx.Module):
 
 
 def group_rows(
-    expert: Int[Array, "pairs"], experts: int, rows: int
-) -> tuple[Int[Array, "pairs"], Int[Array, "groups"], Int[Array, "places"], Int[Array, ""]]:
+    expert: Int[Array, " pairs"], experts: int, rows: int
+) -> tuple[Int[Array, " pairs"], Int[Array, " groups"], Int[Array, " places"], Int[Array, ""]]:
     """Sorts (token, pick) pairs by expert into groups of ``rows`` places.
 
     Returns the place of each pair, the expert of each group, the pair at each place (out of range

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 def map_sequences(
     function: Callable[..., jax.Array],
     arguments: tuple[Any, ...],
-    order: Int[Array, "n"],
+    order: Int[Array, " n"],
     active: Int[Array, ""],
     *,
     sequential: bool,

@@ -160,7 +160,7 @@ def _band_values(
 
 
 def _softmax_with_sink(
-    parts: tuple[Float[Array, "b t h _"], ...], sink: Float[Array, "h"]
+    parts: tuple[Float[Array, "b t h _"], ...], sink: Float[Array, " h"]
 ) -> tuple[Float[Array, "b t h _"], ...]:
     """Softmax over all parts together, whose denominator also holds ``exp(sink)``.
 

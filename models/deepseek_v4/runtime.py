@@ -25,6 +25,7 @@ class DeepseekV4Runtime:
             window_format=format, row_format=format, index_format=format
         )
         self.vocab_size = model.config.vocab_size
+        self.pad_token = model.config.pad_token
         self._graph, state = nnx.split(model)
         # A flat list: flattening the module's state anew costs milliseconds a call.
         self.params, self._structure = jax.tree.flatten(state)

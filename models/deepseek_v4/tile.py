@@ -32,11 +32,11 @@ from pallas_kernels.packing import api as packing
 class Lanes:
     """The sequences of one tile step, as every layer sees them."""
 
-    slots: Int[Array, "lanes"]
-    starts: Int[Array, "lanes"]
-    ends: Int[Array, "lanes"]
+    slots: Int[Array, " lanes"]
+    starts: Int[Array, " lanes"]
+    ends: Int[Array, " lanes"]
     table: Int[Array, "lanes blocks_per_sequence"]
-    order: Int[Array, "lanes"]
+    order: Int[Array, " lanes"]
     active: Int[Array, ""]
 
 

@@ -5,6 +5,7 @@ are those of its modules (a ``state_dict``); the release has its own; and what `
 writes are the release's names again under Hugging Face's roots.
 """
 
+import functools
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -198,8 +199,12 @@ def _open_tensors(folder: pathlib.Path) -> Mapping[str, Callable[[], np.ndarray]
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"{file} is not a safetensors file: {error}") from error
         for name in handle.keys():  # noqa: SIM118 (not a mapping)
-            readers[name] = lambda h=handle, n=name: np.asarray(h.get_tensor(n))
+            readers[name] = functools.partial(_tensor, handle, name)
     return readers
+
+
+def _tensor(handle: Any, name: str) -> np.ndarray:
+    return np.asarray(handle.get_tensor(name))
 
 
 def _read(tensors: Mapping[str, Callable[[], np.ndarray]], name: str) -> np.ndarray:

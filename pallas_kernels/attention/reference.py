@@ -24,12 +24,12 @@ def attend(
     q: Float[Array, "t heads width"],
     local: Float[Array, "buffer width"],
     first: Int[Array, ""],
-    sink: Float[Array, "heads"],
+    sink: Float[Array, " heads"],
     *,
     window: int,
     scale: float,
     rows: BlockRows | None,
-    visible: Int[Array, "t"] | None,
+    visible: Int[Array, " t"] | None,
     picks: Int[Array, "t k"] | None,
     key_block: int,
     format: str,
@@ -88,7 +88,7 @@ def _attend_blocks(
     q: Float[Array, "t heads width"],
     state: Softmax,
     rows: BlockRows,
-    visible: Int[Array, "t"],
+    visible: Int[Array, " t"],
     key_block: int,
     format: str,
 ) -> Softmax:
@@ -110,7 +110,7 @@ def _attend_picks(
     q: Float[Array, "t heads width"],
     state: Softmax,
     rows: BlockRows,
-    visible: Int[Array, "t"],
+    visible: Int[Array, " t"],
     picks: Int[Array, "t k"],
     format: str,
 ) -> Softmax:
@@ -134,7 +134,7 @@ def _join(state: Softmax, logits: jax.Array, mask: Bool[Array, "t k"], values) -
     )
 
 
-def _with_sink(state: Softmax, sink: Float[Array, "heads"]) -> Float[Array, "t heads width"]:
+def _with_sink(state: Softmax, sink: Float[Array, " heads"]) -> Float[Array, "t heads width"]:
     top = jnp.maximum(state.top, sink[None, :])
     keep = jnp.exp(state.top - top)
     total = state.total * keep + jnp.exp(sink[None, :] - top)

@@ -10,7 +10,7 @@ def pick_rows(
     queries: Float[Array, "t heads width"],
     weights: Float[Array, "t heads"],
     rows: BlockRows,
-    visible: Int[Array, "t"],
+    visible: Int[Array, " t"],
     *,
     topk: int,
     key_block: int = 512,

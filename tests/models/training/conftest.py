@@ -1,4 +1,3 @@
-import jax
 import numpy as np
 import pytest
 
@@ -9,12 +8,6 @@ from models.training.recall import RecallTask
 from models.training.run import RunOptions
 from models.training.schedule import Schedule
 from models.training.step import StepOptions
-
-
-@pytest.fixture(autouse=True)
-def strict():
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        yield
 
 
 @pytest.fixture

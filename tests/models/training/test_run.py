@@ -42,16 +42,20 @@ def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(fields, text, op
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_another_runs_checkpoint_is_refused(fields, text, options, tmp_path):
+def test_another_models_checkpoint_is_refused(fields, text, options, tmp_path):
     run = Run(fields, text, options)
     checkpoints = Checkpoints(tmp_path, run.identity)
     with pytest.raises(CheckpointError, match="start without --resume"):
         run.resume(checkpoints)
     checkpoints.save(run.state, run.progress)
     checkpoints.close()
-    other = Run(fields, text, dataclasses.replace(options, seed=1))
+    checkpoints = Checkpoints(tmp_path, run.identity)
+    with pytest.raises(CheckpointError, match="already holds a run"):
+        checkpoints.start()
+    checkpoints.close()
+    other = Run({**fields, "index_topk": 8}, text, options)
     checkpoints = Checkpoints(tmp_path, other.identity)
-    with pytest.raises(CheckpointError, match="another run"):
+    with pytest.raises(CheckpointError, match="another model"):
         other.resume(checkpoints)
     checkpoints.close()
 

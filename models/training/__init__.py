@@ -1,0 +1,1 @@
+"""Training of the small byte-level model: data, step, run, evaluation."""
