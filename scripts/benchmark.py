@@ -7,6 +7,7 @@ of a decode step as the context grows. Rounds of the two sides alternate; median
 """
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -128,18 +129,17 @@ class Peer:
     def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # then it has said why, below
             self.process.stdin.write(json.dumps(command) + "\n")
             self.process.stdin.flush()
-            answer = self.process.stdout.readline()
-        except BrokenPipeError:
-            answer = ""
-        if not answer:
+        line = self.process.stdout.readline()
+        answer = json.loads(line) if line else {"error": f"it ended at {command.get('call')}"}
+        if "error" in answer:
             raise UserError(
-                "the peer process ended: install the peers extra (pip install 'hybridkv[peers]'), "
-                "or name a Python that has it with --peer-python"
+                f"the peer cannot run ({answer['error']}): install the peers extra "
+                "(pip install 'hybridkv[peers]') or name a Python that has it with --peer-python"
             )
-        return json.loads(answer)
+        return answer
 
     def prefill(self, ids: np.ndarray) -> dict[str, Any]:
         """Consumes a prompt into an empty cache."""

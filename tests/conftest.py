@@ -1,17 +1,14 @@
 """Strict numerics for every test: what is implicit elsewhere is an error here."""
 
 import pathlib
-import sys
 
 import jax
 import pytest
+from places import REPOSITORY
 
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-REPOSITORY = pathlib.Path(__file__).parent.parent
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")

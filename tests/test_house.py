@@ -164,7 +164,9 @@ def environment_changes(tree: ast.Module) -> list[int]:
 
 
 def test_no_environment_variable_is_changed(trees):
-    assert {name: lines for name, tree in trees.items() if (lines := environment_changes(tree))} == {}
+    assert {
+        name: lines for name, tree in trees.items() if (lines := environment_changes(tree))
+    } == {}
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,8 @@ def toy_model(config: DeepseekV4Config = TOY, seed: int = 0) -> DeepseekV4:
     rng = np.random.default_rng(seed)
     for _, parameter in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         noise = rng.normal(size=parameter.shape).astype(np.float32)
-        parameter[...] = parameter[...] + jnp.asarray(0.3 * noise * _scale(parameter.shape))
+        noise = jnp.asarray(0.3 * noise * _scale(parameter.shape)).astype(parameter.dtype)
+        parameter[...] = parameter[...] + noise
     return model
 
 

@@ -114,7 +114,8 @@ class Generator:
 
     def __init__(self, model: StepModel, options: StepOptions, *, capacity_tokens: int) -> None:
         tokens = round_up(capacity_tokens, options.tile)
-        self.steps = Steps(model, options)
+        # Only the last token's logits are sampled from.
+        self.steps = Steps(model, dataclasses.replace(options, all_logits=False))
         self.capacity = Capacity.for_tokens(model.geometry, tokens=tokens, slots=1)
         self.capacity_tokens = tokens
         cache = Cache.init(model.geometry, self.capacity)

@@ -150,13 +150,15 @@ def load_safetensors(model: DeepseekV4, folder: str | pathlib.Path) -> None:
         if saved:
             names = [_pretrained_name(name) for name in names]
         parts = [_read(tensors, name) for name in names]
+        wanted = _part_shape(place.layout, parameter.shape, len(parts), hugging_face)
+        for name, part in zip(names, parts, strict=True):
+            if part.shape != wanted:
+                raise WeightsError(
+                    f"{name} has shape {list(part.shape)}, which does not fit this config's "
+                    f"{'.'.join(map(str, place.path))} {list(parameter.shape)}: "
+                    "config.json and weights belong to different models"
+                )
         value = _from_checkpoint(parts, place.layout, parameter.shape, hugging_face)
-        if value.shape != parameter.shape:
-            raise WeightsError(
-                f"{names[0]} has shape {list(parts[0].shape)}, which does not fit this config's "
-                f"{'.'.join(map(str, place.path))} {list(parameter.shape)}: "
-                "config.json and weights belong to different models"
-            )
         parameter.set_value(jnp.asarray(value.astype(parameter.dtype)))
 
 
@@ -218,18 +220,33 @@ def _read(tensors: Mapping[str, Callable[[], np.ndarray]], name: str) -> np.ndar
     return tensors[name]()
 
 
+def _part_shape(
+    layout: str, shape: tuple[int, ...], parts: int, hugging_face: bool
+) -> tuple[int, ...]:
+    """The shape that each of a parameter's tensors must have in the checkpoint."""
+    if layout == "same":
+        return shape
+    if layout == "transposed":
+        return (shape[1] // parts, shape[0])
+    if layout == "grouped":  # [groups * rank, inputs of a group]
+        groups, inputs, rank = shape
+        return (groups * rank, inputs)
+    experts, inputs, outputs = shape
+    if hugging_face:
+        return (experts, outputs, inputs)
+    return (outputs * experts // parts, inputs)
+
+
 def _from_checkpoint(
     parts: list[np.ndarray], layout: str, shape: tuple[int, ...], hugging_face: bool
 ) -> np.ndarray:
-    """One parameter in our layout; a shape that does not fit comes back as it is."""
+    """One parameter in our layout."""
     if layout == "same":
         return parts[0]
     if layout == "transposed":
         return np.concatenate([part.T for part in parts], axis=-1)
-    if layout == "grouped":  # [groups * rank, inputs of a group]
+    if layout == "grouped":
         groups, inputs, rank = shape
-        if parts[0].shape != (groups * rank, inputs):
-            return parts[0]
         return parts[0].reshape(groups, rank, inputs).swapaxes(1, 2)
     if hugging_face:
         return parts[0].swapaxes(1, 2)

@@ -9,9 +9,13 @@ import sys
 import time
 from typing import Any
 
-import torch
-import transformers
-from safetensors.torch import load_file
+try:
+    import torch
+    import transformers
+    from safetensors.torch import load_file
+except ImportError as error:
+    print(json.dumps({"error": str(error)}), flush=True)
+    sys.exit(2)
 
 
 class Peer:

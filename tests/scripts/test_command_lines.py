@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import REPOSITORY
+from places import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 

@@ -1,0 +1,81 @@
+"""Stored bytes and what they decode to."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hybridkv import formats
+from pallas_kernels.packing import api as packing
+
+UNPACKED = [
+    formats.FP8_ROPE16,
+    formats.FP8_BLOCK32,
+    formats.FP4_E4M3,
+    formats.MXFP4,
+    formats.FP8_INDEX,
+]
+
+
+def rows(seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return (rng.normal(size=(50, 16)) * 10.0 ** rng.integers(-6, 6, (50, 1))).astype(np.float32)
+
+
+def test_float32_rows_keep_every_bit():
+    odd = np.array([[-0.0, np.inf, np.nan, 1e-42, 3.4e38, -1.0]], np.float32)
+    for x in (rows(), odd):
+        stored = packing.encode(jnp.asarray(x), "float32")
+        back = np.asarray(packing.decode(stored, "float32"))
+        np.testing.assert_array_equal(back.view(np.uint32), x.view(np.uint32))
+
+
+def test_bfloat16_rows_round_to_the_nearest_even():
+    x = rows()
+    bits = x.view(np.uint32).astype(np.uint64)
+    nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    stored = packing.encode(jnp.asarray(x), "bfloat16")
+    assert stored.dtype == jnp.uint16
+    np.testing.assert_array_equal(stored, nearest)
+    back = np.asarray(packing.decode(stored, "bfloat16"))
+    assert back.dtype == np.float32
+    np.testing.assert_array_equal(back.view(np.uint32), nearest.astype(np.uint32) << 16)
+
+
+def test_ties_of_bfloat16_go_to_the_even_neighbour():
+    one = np.float32(1).view(np.uint32)
+    ties = np.array([[one + 0x8000, one + 0x18000]], np.uint32).view(np.float32)
+    stored = np.asarray(packing.encode(jnp.asarray(ties), "bfloat16"))
+    np.testing.assert_array_equal(stored, [[0x3F80, 0x3F82]])
+
+
+def test_packing_bfloat16_again_changes_nothing():
+    once = packing.encode(jnp.asarray(rows()), "bfloat16")
+    decoded = packing.decode(once, "bfloat16")
+    np.testing.assert_array_equal(packing.encode(decoded, "bfloat16"), once)
+
+
+def test_bfloat16_input_is_stored_as_it_is():
+    x = jnp.asarray(rows()).astype(jnp.bfloat16)
+    stored = packing.encode(x, "bfloat16")
+    np.testing.assert_array_equal(packing.decode(stored, "bfloat16"), x.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("format", UNPACKED, ids=lambda f: f.name)
+@pytest.mark.parametrize("operation", [packing.encode, packing.decode], ids=["encode", "decode"])
+def test_a_format_without_implementation_says_what_to_use(format, operation):
+    with pytest.raises(NotImplementedError, match=f"'{format.name}' can be sized.*use float32 or"):
+        operation(jnp.zeros((2, 32)), format.name)
+
+
+@pytest.mark.parametrize("format", [formats.FLOAT32, formats.BFLOAT16], ids=lambda f: f.name)
+def test_stored_form_is_that_of_encoded_rows_and_of_declared_bytes(format):
+    form = packing.stored_form(16, format.name)
+    stored = packing.encode(jnp.asarray(rows()[0]), format.name)
+    assert form == jax.ShapeDtypeStruct(stored.shape, stored.dtype)
+    assert form.size * form.dtype.itemsize == format.row_bytes(16)
+
+
+def test_stored_form_of_an_unpacked_format_is_refused():
+    with pytest.raises(NotImplementedError, match="mxfp4"):
+        packing.stored_form(32, "mxfp4")
