@@ -124,7 +124,11 @@ class Peer:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.about = self._ask({"folder": folder, "threads": threads})
+        try:
+            self.about = self._ask({"folder": folder, "threads": threads})
+        except UserError:
+            self.close()
+            raise
 
     def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
         assert self.process.stdin is not None
@@ -156,7 +160,7 @@ class Peer:
     def close(self) -> None:
         """Ends the process."""
         self.process.kill()
-        self.process.wait()
+        self.process.communicate()
 
 
 def median(values: list[float]) -> float:
@@ -215,7 +219,7 @@ def measure_bytes(ours: Ours, peer: Peer | None, context: int) -> dict[str, Any]
 
 def measure_growth(ours: Ours, args: argparse.Namespace, rng: np.random.Generator) -> list[Any]:
     """Median decode milliseconds at growing contexts, visited in turn."""
-    lengths = [1000, 3000, args.longest]
+    lengths = sorted({min(n, args.longest) for n in (1000, 3000)} | {args.longest})
     ids = rng.integers(0, MODEL["vocab_size"], args.longest).astype(np.int32)
     caches = {}
     for length in lengths:

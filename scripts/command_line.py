@@ -51,11 +51,12 @@ def use_compilation_cache() -> None:
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Prints a table to standard output."""
-    table = Table(title=title, title_justify="left")
+    table = Table()
     for column in columns:
         table.add_column(column, justify="left" if column == columns[0] else "right")
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
+    print(title)
     Console().print(table)
 
 
