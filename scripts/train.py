@@ -144,14 +144,15 @@ def evaluate_export(options: argparse.Namespace) -> None:
 
 
 def _print(results: dict[str, Any]) -> None:
-    table = Table(title="held-out plays: bits per byte, and recall accuracy by distance in tokens")
+    print("held-out plays: bits per byte, and recall accuracy by distance in tokens")
+    table = Table()
     table.add_column("")
     table.add_column("bits/byte", justify="right")
     cells = next(iter(results.values()))["recall"]
     for cell in cells:
-        table.add_column(f"{cell['low']}-{cell['high'] - 1}", justify="right")
+        table.add_column(f"{cell['low']}+", justify="right")
     for name, result in results.items():
-        recall = [f"{cell['accuracy']:.1%}" if cell["asked"] else "-" for cell in result["recall"]]
+        recall = [f"{cell['accuracy']:.0%}" if cell["asked"] else "-" for cell in result["recall"]]
         table.add_row(name, f"{result['bits_per_byte']:.3f}", *recall)
     table.add_row("answers", "", *(str(cell["asked"]) for cell in cells))
     CONSOLE.print(table)
