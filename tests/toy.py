@@ -56,15 +56,17 @@ def toy_model(config: DeepseekV4Config = TOY, seed: int = 0) -> DeepseekV4:
     """A random model in which no parameter has its neutral initial value."""
     model = DeepseekV4(config, nnx.Rngs(seed))
     rng = np.random.default_rng(seed)
-    for _, parameter in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+    for path, parameter in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         noise = rng.normal(size=parameter.shape).astype(np.float32)
-        noise = jnp.asarray(0.3 * noise * _scale(parameter.shape)).astype(parameter.dtype)
+        noise = jnp.asarray(0.3 * noise * _scale(path, parameter.shape)).astype(parameter.dtype)
         parameter[...] = parameter[...] + noise
     return model
 
 
-def _scale(shape: tuple[int, ...]) -> float:
-    return 1.0 if len(shape) < 2 else shape[-2] ** -0.5
+def _scale(path: tuple[object, ...], shape: tuple[int, ...]) -> float:
+    if len(shape) < 2:
+        return 1.0
+    return shape[-1 if path[-1] == "weight" else -2] ** -0.5
 
 
 def toy_runtime(format: RowFormat | None = None) -> DeepseekV4Runtime:

@@ -33,14 +33,14 @@ class Place(NamedTuple):
     release: tuple[str, ...]
     """Names in the release; several when the parameter joins them."""
     layout: str
-    """``same``, ``transposed`` (checkpoint is [outputs, inputs]), ``grouped`` (o_a), ``experts``
-    (gate and up joined, [experts, outputs, inputs]) or ``expert_down``."""
+    """``same`` (several tensors are joined along their first axis), ``transposed``, ``grouped``
+    (o_a), ``experts`` (gate and up joined, [experts, outputs, inputs]) or ``expert_down``."""
 
 
 def places(config: DeepseekV4Config) -> Iterator[Place]:
     """Every parameter of the model."""
     yield Place(("embed",), "model.embed_tokens.weight", ("embed.weight",), "same")
-    yield Place(("head", "kernel"), "lm_head.weight", ("head.weight",), "transposed")
+    yield Place(("head", "weight"), "lm_head.weight", ("head.weight",), "same")
     yield Place(("norm", "weight"), "model.norm.weight", ("norm.weight",), "same")
     for leaf, layout in (("fn", "transposed"), ("base", "same"), ("scale", "same")):
         yield Place(("stream_head", leaf), f"model.hc_head.hc_{leaf}", (f"hc_head_{leaf}",), layout)
@@ -118,10 +118,10 @@ def _expert_places(
         yield Place((*at, "gate", "bias"), bias, (f"{off}.gate.bias",), "same")
     shared = f"{off}.shared_experts"
     yield Place(
-        (*at, "shared_up", "kernel"),
+        (*at, "shared_up", "weight"),
         f"{hf}.shared_experts.gate_proj.weight+{hf}.shared_experts.up_proj.weight",
         (f"{shared}.w1.weight", f"{shared}.w3.weight"),
-        "transposed",
+        "same",
     )
     yield _matrix((*at, "shared_down"), f"{hf}.shared_experts.down_proj", f"{shared}.w2")
     each = [f"{off}.experts.{e}" for e in range(config.experts)]
@@ -132,7 +132,7 @@ def _expert_places(
 
 
 def _matrix(at: tuple[str | int, ...], hf: str, off: str) -> Place:
-    return Place((*at, "kernel"), f"{hf}.weight", (f"{off}.weight",), "transposed")
+    return Place((*at, "weight"), f"{hf}.weight", (f"{off}.weight",), "same")
 
 
 def load_safetensors(model: DeepseekV4, folder: str | pathlib.Path) -> None:
@@ -168,7 +168,7 @@ def save_safetensors(model: DeepseekV4, path: str | pathlib.Path) -> None:
     for place in places(model.config):
         value = np.asarray(_parameter(model, place.path)[...])
         names = place.hugging_face.split("+")
-        parts = np.split(value, len(names), axis=-1)
+        parts = np.split(value, len(names))
         for name, part in zip(names, parts, strict=True):
             tensors[name] = np.ascontiguousarray(_to_checkpoint(part, place.layout))
     save_file(tensors, str(path), metadata={"format": "pt"})
@@ -225,9 +225,9 @@ def _part_shape(
 ) -> tuple[int, ...]:
     """The shape that each of a parameter's tensors must have in the checkpoint."""
     if layout == "same":
-        return shape
+        return (shape[0] // parts, *shape[1:])
     if layout == "transposed":
-        return (shape[1] // parts, shape[0])
+        return (shape[1], shape[0])
     if layout == "grouped":  # [groups * rank, inputs of a group]
         groups, inputs, rank = shape
         return (groups * rank, inputs)
@@ -242,9 +242,9 @@ def _from_checkpoint(
 ) -> np.ndarray:
     """One parameter in our layout."""
     if layout == "same":
-        return parts[0]
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
     if layout == "transposed":
-        return np.concatenate([part.T for part in parts], axis=-1)
+        return parts[0].T
     if layout == "grouped":
         groups, inputs, rank = shape
         return parts[0].reshape(groups, rank, inputs).swapaxes(1, 2)

@@ -109,8 +109,8 @@ def without_indexer(model: DeepseekV4) -> DeepseekV4:
     copy = nnx.clone(model)
     for block in copy.blocks:
         if block.attention.indexer is not None:
-            kernel = block.attention.indexer.weights.kernel
-            kernel[...] = jnp.zeros_like(kernel[...])
+            weight = block.attention.indexer.weights.weight
+            weight[...] = jnp.zeros_like(weight[...])
     return copy
 
 

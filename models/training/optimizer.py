@@ -45,6 +45,8 @@ def muon_axes(parameters: Any) -> Any:
         names = [str(getattr(part, "key", getattr(part, "name", part))) for part in path]
         if leaf.ndim < 2 or any(name in _NOT_MATRICES for name in names):
             return None
+        if "weight" in names:  # of a linear map: [out, in]
+            return MuonDimensionNumbers(1, 0)
         return MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1)
 
     return jax.tree_util.tree_map_with_path(axes, parameters)

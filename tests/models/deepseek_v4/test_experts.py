@@ -52,7 +52,7 @@ def swiglu(x: np.ndarray, limit: float) -> np.ndarray:
 
 def routed(module: Experts, x, tokens) -> tuple[np.ndarray, np.ndarray]:
     """Picks and weights (reference section 8)."""
-    scores = np.sqrt(np.log1p(np.exp(wide(x) @ wide(module.gate.score.kernel[...]))))
+    scores = np.sqrt(np.log1p(np.exp(wide(x) @ wide(module.gate.score.weight[...]).T)))
     if module.gate.hashed:
         picks = np.asarray(module.gate.expert_of[...])[tokens]
     else:
@@ -65,8 +65,8 @@ def routed(module: Experts, x, tokens) -> tuple[np.ndarray, np.ndarray]:
 def expected(module: Experts, x, tokens) -> np.ndarray:
     picks, weights = routed(module, x, tokens)
     up, down = wide(module.up[...]), wide(module.down[...])
-    out = swiglu(wide(x) @ wide(module.shared_up.kernel[...]), CONFIG.swiglu_limit)
-    out = out @ wide(module.shared_down.kernel[...])
+    out = swiglu(wide(x) @ wide(module.shared_up.weight[...]).T, CONFIG.swiglu_limit)
+    out = out @ wide(module.shared_down.weight[...]).T
     for t in range(len(x)):
         for expert, weight in zip(picks[t], weights[t], strict=True):
             out[t] += weight * (swiglu(wide(x[t]) @ up[expert], CONFIG.swiglu_limit) @ down[expert])

@@ -153,9 +153,9 @@ def test_parameters_stand_in_our_layout(hugging_face, model_a):
     mlp, attn = layer + "mlp.", layer + "self_attn."
     expected = [
         (model_a.embed, hugging_face["model.embed_tokens.weight"]),
-        (model_a.head.kernel, hugging_face["lm_head.weight"].T),
+        (model_a.head.weight, hugging_face["lm_head.weight"]),
         (model_a.stream_head.fn, hugging_face["model.hc_head.hc_fn"].T),
-        (block.attention.q_a.kernel, hugging_face[attn + "q_a_proj.weight"].T),
+        (block.attention.q_a.weight, hugging_face[attn + "q_a_proj.weight"]),
         (block.attention.sink, hugging_face[attn + "sinks"]),
         (
             block.attention.indexer.compressor.position_bias,
@@ -173,9 +173,9 @@ def test_parameters_stand_in_our_layout(hugging_face, model_a):
             block.experts.down[...][expert], hugging_face[mlp + "experts.down_proj"][expert].T
         )
     shared = np.concatenate(
-        [hugging_face[f"{mlp}shared_experts.{n}_proj.weight"].T for n in ("gate", "up")], axis=1
+        [hugging_face[f"{mlp}shared_experts.{n}_proj.weight"] for n in ("gate", "up")]
     )
-    np.testing.assert_array_equal(block.experts.shared_up.kernel[...], shared)
+    np.testing.assert_array_equal(block.experts.shared_up.weight[...], shared)
     groups = hugging_face[attn + "o_a_proj.weight"].reshape(4, 16, 64)
     np.testing.assert_array_equal(block.attention.o_a[...], groups.transpose(0, 2, 1))
     table = model_a.blocks[0].experts.gate.expert_of[...]
