@@ -29,8 +29,10 @@ format: .venv/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Makes the shipped model again, into runs/export; an interrupted run goes on with --resume.
 train: .venv/.dev
-	$(BIN)/python scripts/train.py --run runs/shakespeare
+	$(BIN)/python scripts/train.py --run runs/shakespeare --minutes 90 \
+	  --export runs/export --curve runs/loss_curve.png
 
 .venv/.base: pyproject.toml
 	$(PYTHON) scripts/check_python.py
