@@ -29,7 +29,7 @@ format: .venv/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Makes the shipped model again, into runs/export; an interrupted run goes on with --resume.
+# Makes such a model as the shipped one in runs/export (driven by time: not the same bits).
 train: .venv/.dev
 	$(BIN)/python scripts/train.py --run runs/shakespeare --minutes 90 \
 	  --export runs/export --curve runs/loss_curve.png

@@ -70,5 +70,7 @@ class Attention(nnx.Module):
         o = rotate(o, Angles(*(a[..., None, :] for a in angles)), inverse=True)
         grouped = o.reshape(*o.shape[:-2], self.groups, -1)
         kernel = self.o_a[...]
-        latent = jnp.einsum("...gi,gio->...go", grouped.astype(kernel.dtype), kernel)
-        return self.o_b(latent.reshape(*o.shape[:-2], -1))
+        grouped = grouped.astype(kernel.dtype)
+        # One product a group: XLA's CPU compiler is twice as slow at the batched form.
+        latent = [grouped[..., group, :] @ kernel[group] for group in range(self.groups)]
+        return self.o_b(jnp.concatenate(latent, axis=-1))
