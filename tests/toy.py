@@ -66,7 +66,8 @@ def toy_model(config: DeepseekV4Config = TOY, seed: int = 0) -> DeepseekV4:
 def _scale(path: tuple[object, ...], shape: tuple[int, ...]) -> float:
     if len(shape) < 2:
         return 1.0
-    return shape[-1 if path[-1] == "weight" else -2] ** -0.5
+    outputs_first = path[-1] in ("weight", "o_a", "up", "down")
+    return shape[-1 if outputs_first else -2] ** -0.5
 
 
 def toy_runtime(format: RowFormat | None = None) -> DeepseekV4Runtime:

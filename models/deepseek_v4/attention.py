@@ -27,7 +27,7 @@ class Attention(nnx.Module):
         self.kv_norm = RMSNorm(width, eps=config.norm_eps, dtype=dtype)
         group = heads * width // config.output_groups
         init = nnx.initializers.truncated_normal(stddev=group**-0.5)
-        shape = (config.output_groups, group, config.output_rank)
+        shape = (config.output_groups, config.output_rank, group)
         self.o_a = nnx.Param(init(rngs.params(), shape, jnp.dtype(dtype)))
         latent = config.output_groups * config.output_rank
         self.o_b = Linear(latent, config.hidden_size, dtype=dtype, rngs=rngs)
@@ -72,5 +72,5 @@ class Attention(nnx.Module):
         kernel = self.o_a[...]
         grouped = grouped.astype(kernel.dtype)
         # One product a group: XLA's CPU compiler is twice as slow at the batched form.
-        latent = [grouped[..., group, :] @ kernel[group] for group in range(self.groups)]
+        latent = [grouped[..., group, :] @ kernel[group].T for group in range(self.groups)]
         return self.o_b(jnp.concatenate(latent, axis=-1))

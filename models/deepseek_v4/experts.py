@@ -61,8 +61,8 @@ class Experts(nnx.Module):
         up = nnx.initializers.truncated_normal(stddev=d**-0.5)
         down = nnx.initializers.truncated_normal(stddev=f**-0.5)
         self.gate = Gate(config, layer, rngs)
-        self.up = nnx.Param(up(rngs.params(), (config.experts, d, 2 * f), jnp.dtype(dtype)))
-        self.down = nnx.Param(down(rngs.params(), (config.experts, f, d), jnp.dtype(dtype)))
+        self.up = nnx.Param(up(rngs.params(), (config.experts, 2 * f, d), jnp.dtype(dtype)))
+        self.down = nnx.Param(down(rngs.params(), (config.experts, d, f), jnp.dtype(dtype)))
         shared = f * config.shared_experts
         self.shared_up = Linear(d, 2 * shared, dtype=dtype, rngs=rngs)
         self.shared_down = Linear(shared, d, dtype=dtype, rngs=rngs)
@@ -108,9 +108,9 @@ class Experts(nnx.Module):
         total = jnp.zeros(x.shape, jnp.float32)
         for expert in range(up.shape[0]):
             share = jnp.sum(jnp.where(picks == expert, weights, 0.0), axis=1)
-            hidden = clipped_swiglu(x.astype(up.dtype) @ up[expert], self.limit)
+            hidden = clipped_swiglu(x.astype(up.dtype) @ up[expert].T, self.limit)
             hidden = (hidden.astype(jnp.float32) * share[:, None]).astype(up.dtype)
-            total = total + (hidden @ down[expert]).astype(jnp.float32)
+            total = total + (hidden @ down[expert].T).astype(jnp.float32)
         return total
 
     def _routed(
@@ -124,8 +124,8 @@ class Experts(nnx.Module):
         def group(i: jax.Array) -> jax.Array:
             tokens = jax.lax.dynamic_slice(source, (i * rows,), (rows,)) // picks.shape[1]
             inputs = x[jnp.minimum(tokens, x.shape[0] - 1)].astype(up.dtype)
-            hidden = clipped_swiglu(inputs @ up[group_expert[i]], self.limit)
-            return (hidden @ down[group_expert[i]]).astype(jnp.float32)
+            hidden = clipped_swiglu(inputs @ up[group_expert[i]].T, self.limit)
+            return (hidden @ down[group_expert[i]].T).astype(jnp.float32)
 
         groups = group_expert.shape[0]
         if static:

@@ -34,7 +34,8 @@ class Place(NamedTuple):
     """Names in the release; several when the parameter joins them."""
     layout: str
     """``same`` (several tensors are joined along their first axis), ``transposed``, ``grouped``
-    (o_a), ``experts`` (gate and up joined, [experts, outputs, inputs]) or ``expert_down``."""
+    (groups and their outputs are one axis in the checkpoint), or ``experts`` (one tensor under
+    Hugging Face's names, several of each expert under the release's)."""
 
 
 def places(config: DeepseekV4Config) -> Iterator[Place]:
@@ -128,7 +129,7 @@ def _expert_places(
     up = tuple(f"{e}.{w}.weight" for e in each for w in ("w1", "w3"))
     yield Place((*at, "up"), f"{hf}.experts.gate_up_proj", up, "experts")
     down = tuple(f"{e}.w2.weight" for e in each)
-    yield Place((*at, "down"), f"{hf}.experts.down_proj", down, "expert_down")
+    yield Place((*at, "down"), f"{hf}.experts.down_proj", down, "experts")
 
 
 def _matrix(at: tuple[str | int, ...], hf: str, off: str) -> Place:
@@ -158,7 +159,7 @@ def load_safetensors(model: DeepseekV4, folder: str | pathlib.Path) -> None:
                     f"{'.'.join(map(str, place.path))} {list(parameter.shape)}: "
                     "config.json and weights belong to different models"
                 )
-        value = _from_checkpoint(parts, place.layout, parameter.shape, hugging_face)
+        value = _from_checkpoint(parts, place.layout, parameter.shape)
         parameter.set_value(jnp.asarray(value.astype(parameter.dtype)))
 
 
@@ -224,41 +225,22 @@ def _part_shape(
     layout: str, shape: tuple[int, ...], parts: int, hugging_face: bool
 ) -> tuple[int, ...]:
     """The shape that each of a parameter's tensors must have in the checkpoint."""
-    if layout == "same":
-        return (shape[0] // parts, *shape[1:])
     if layout == "transposed":
         return (shape[1], shape[0])
-    if layout == "grouped":  # [groups * rank, inputs of a group]
-        groups, inputs, rank = shape
-        return (groups * rank, inputs)
-    experts, inputs, outputs = shape
-    if hugging_face:
-        return (experts, outputs, inputs)
-    return (outputs * experts // parts, inputs)
+    if layout == "grouped" or (layout == "experts" and not hugging_face):
+        return (shape[0] * shape[1] // parts, shape[2])
+    return (shape[0] // parts, *shape[1:])
 
 
-def _from_checkpoint(
-    parts: list[np.ndarray], layout: str, shape: tuple[int, ...], hugging_face: bool
-) -> np.ndarray:
+def _from_checkpoint(parts: list[np.ndarray], layout: str, shape: tuple[int, ...]) -> np.ndarray:
     """One parameter in our layout."""
-    if layout == "same":
-        return np.concatenate(parts) if len(parts) > 1 else parts[0]
-    if layout == "transposed":
-        return parts[0].T
-    if layout == "grouped":
-        groups, inputs, rank = shape
-        return parts[0].reshape(groups, rank, inputs).swapaxes(1, 2)
-    if hugging_face:
-        return parts[0].swapaxes(1, 2)
-    per = 2 if layout == "experts" else 1
-    grouped = [parts[i : i + per] for i in range(0, len(parts), per)]
-    return np.stack([np.concatenate([p.T for p in g], axis=-1) for g in grouped])
+    value = np.concatenate(parts) if len(parts) > 1 else parts[0]
+    return value.T if layout == "transposed" else value.reshape(shape)
 
 
 def _to_checkpoint(value: np.ndarray, layout: str) -> np.ndarray:
-    if layout == "same":
-        return value
+    if layout == "transposed":
+        return value.T
     if layout == "grouped":
-        groups, inputs, rank = value.shape
-        return value.swapaxes(1, 2).reshape(groups * rank, inputs)
-    return value.swapaxes(-1, -2)
+        return value.reshape(-1, value.shape[-1])
+    return value

@@ -69,7 +69,9 @@ def expected(module: Experts, x, tokens) -> np.ndarray:
     out = out @ wide(module.shared_down.weight[...]).T
     for t in range(len(x)):
         for expert, weight in zip(picks[t], weights[t], strict=True):
-            out[t] += weight * (swiglu(wide(x[t]) @ up[expert], CONFIG.swiglu_limit) @ down[expert])
+            out[t] += weight * (
+                swiglu(wide(x[t]) @ up[expert].T, CONFIG.swiglu_limit) @ down[expert].T
+            )
     return out
 
 

@@ -167,17 +167,17 @@ def test_parameters_stand_in_our_layout(hugging_face, model_a):
         np.testing.assert_array_equal(ours[...], theirs)
     for expert in range(8):
         np.testing.assert_array_equal(
-            block.experts.up[...][expert], hugging_face[mlp + "experts.gate_up_proj"][expert].T
+            block.experts.up[...][expert], hugging_face[mlp + "experts.gate_up_proj"][expert]
         )
         np.testing.assert_array_equal(
-            block.experts.down[...][expert], hugging_face[mlp + "experts.down_proj"][expert].T
+            block.experts.down[...][expert], hugging_face[mlp + "experts.down_proj"][expert]
         )
     shared = np.concatenate(
         [hugging_face[f"{mlp}shared_experts.{n}_proj.weight"] for n in ("gate", "up")]
     )
     np.testing.assert_array_equal(block.experts.shared_up.weight[...], shared)
     groups = hugging_face[attn + "o_a_proj.weight"].reshape(4, 16, 64)
-    np.testing.assert_array_equal(block.attention.o_a[...], groups.transpose(0, 2, 1))
+    np.testing.assert_array_equal(block.attention.o_a[...], groups)
     table = model_a.blocks[0].experts.gate.expert_of[...]
     np.testing.assert_array_equal(table, hugging_face["model.layers.0.mlp.gate.tid2eid"])
     assert np.issubdtype(table.dtype, np.integer)
