@@ -1,6 +1,6 @@
 """Pieces that every model here is built from."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,3 +76,10 @@ def rotate(
     turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
     turned = turned.reshape(*x.shape[:-1], rope).astype(x.dtype)
     return jnp.concatenate([x[..., :-rope], turned], axis=-1)
+
+
+def matmul_precision(dtype: str) -> Any:
+    """A context in which a float32 model has float32 products, on TPU too, where the default is
+    bfloat16.
+    """
+    return jax.default_matmul_precision("highest" if dtype == "float32" else "default")

@@ -1,7 +1,9 @@
-"""The jitted executables: one tile step and one decode step, compiled once.
+"""The jitted executables, each compiled once.
 
     params, batch, cache --tile-->   logits, cache'      (cache is DONATED: use cache')
     params, batch, cache --decode--> logits, cache'
+    cache, snapshots, slot, table, length, place --admit--> cache'
+    snapshots, cache, slot, place --write_snapshot--> snapshots'    (snapshots are DONATED)
 
 Whoever calls a step owns the cache; nothing else may hold on to it.
 """
@@ -16,6 +18,7 @@ from hybridkv.engine.protocol import StepModel
 from hybridkv.errors import UserError
 from hybridkv.state.batch import DecodeBatch, StepOptions, TileBatch
 from hybridkv.state.cache import Cache
+from hybridkv.state.snapshot import Snapshots, admit, write_snapshot
 
 
 class DonatedCacheError(RuntimeError):
@@ -42,6 +45,8 @@ class Steps:
 
         self._tile = jax.jit(tile, donate_argnames="cache")
         self._decode = jax.jit(decode, donate_argnames="cache")
+        self._admit = jax.jit(admit, donate_argnames="cache")
+        self._write_snapshot = jax.jit(write_snapshot, donate_argnames="snapshots")
 
     def tile(self, batch: TileBatch, cache: Cache) -> tuple[jax.Array, Cache]:
         """One tile of prompt tokens of each lane. DONATES cache.
@@ -52,6 +57,10 @@ class Steps:
         _check_alive(cache, "tile")
         return self._tile(self.model.params, batch, cache)
 
+    def lower_tile(self, batch: TileBatch, cache: Any) -> str:
+        """The tile step's lowered text for ``cache``, which may be abstract."""
+        return self._tile.lower(self.model.params, batch, cache).as_text()
+
     def decode(self, batch: DecodeBatch, cache: Cache) -> tuple[jax.Array, Cache]:
         """One token of each active slot. DONATES cache.
 
@@ -61,11 +70,62 @@ class Steps:
         _check_alive(cache, "decode")
         return self._decode(self.model.params, batch, cache)
 
+    def admit(
+        self,
+        cache: Cache,
+        snapshots: Snapshots,
+        *,
+        slot: int,
+        table: np.ndarray,
+        length: int,
+        place: int,
+    ) -> Cache:
+        """Seats a sequence; see ``hybridkv.state.snapshot.admit``. DONATES cache.
+
+        Args:
+          cache: the cache.
+          snapshots: the pool to read from.
+          slot: seat of the sequence.
+          table: int32 ``[blocks_per_sequence]``, its block table.
+          length: tokens that count as consumed.
+          place: snapshot to read, or past the pool for none.
+
+        Raises:
+          DonatedCacheError: ``cache`` went into an earlier step.
+          ValueError: ``slot`` or ``table`` do not fit the cache.
+        """
+        _check_alive(cache, "admit")
+        slots, width = cache.block_table.shape
+        if not 0 <= slot <= slots or table.shape != (width,):
+            raise ValueError(f"slot {slot} of {slots}, table {table.shape} of ({width},)")
+        return self._admit(
+            cache, snapshots, _scalar(slot), jax.device_put(table), _scalar(length), _scalar(place)
+        )
+
+    def write_snapshot(
+        self, snapshots: Snapshots, cache: Cache, *, slot: int, place: int
+    ) -> Snapshots:
+        """Stores a slot's state, which stands at a tile boundary. DONATES snapshots."""
+        _check_alive(cache, "write_snapshot")
+        return self._write_snapshot(snapshots, cache, _scalar(slot), _scalar(place))
+
     def warm_up(self, cache: Cache) -> Cache:
         """Compiles both steps by running them idle; contents stay as they are. DONATES cache."""
         _, cache = self.tile(idle_tile(self.options, cache.slots), cache)
         _, cache = self.decode(idle_decode(cache.slots), cache)
         return cache
+
+    def warm_up_snapshots(self, cache: Cache, snapshots: Snapshots) -> tuple[Cache, Snapshots]:
+        """Compiles the moves of snapshots by moving nothing. DONATES both."""
+        nowhere = np.zeros(cache.block_table.shape[1], np.int32)
+        past = max((x.shape[0] for x in jax.tree.leaves(snapshots)), default=0)
+        snapshots = self.write_snapshot(snapshots, cache, slot=0, place=past)
+        cache = self.admit(cache, snapshots, slot=cache.slots, table=nowhere, length=0, place=past)
+        return cache, snapshots
+
+
+def _scalar(value: int) -> jax.Array:
+    return jax.device_put(np.int32(value))
 
 
 def _check_alive(cache: Cache, step: str) -> None:
@@ -84,6 +144,8 @@ def idle_tile(options: StepOptions, slots: int) -> TileBatch:
         slots=jnp.full((options.lanes,), slots, jnp.int32),
         starts=zeros,
         ends=zeros,
+        known_from=zeros,
+        write_from=zeros,
     )
 
 
@@ -93,7 +155,14 @@ def idle_decode(slots: int) -> DecodeBatch:
 
 
 def prompt_tiles(
-    tokens: np.ndarray, slot: int, options: StepOptions, slots: int, start: int = 0
+    tokens: np.ndarray,
+    slot: int,
+    options: StepOptions,
+    slots: int,
+    *,
+    start: int = 0,
+    known_from: int = 0,
+    write_from: int = 0,
 ) -> list[TileBatch]:
     """The tile batches that consume one prompt from ``start``, one lane each.
 
@@ -103,23 +172,40 @@ def prompt_tiles(
       options: lanes and tile.
       slots: number of slots, which marks the idle lanes.
       start: first position to compute, a multiple of the tile.
+      known_from: ``start`` for a replay, which knows no earlier window rows; else 0.
+      write_from: rows of cells that end at or before it are stored already.
     """
     if start % options.tile:
         raise ValueError(f"start {start} is not a multiple of the tile, {options.tile}")
-    batches = []
-    for first in range(start, len(tokens), options.tile):
-        part = tokens[first : first + options.tile]
-        padded = np.zeros((options.lanes, options.tile), np.int32)
-        padded[0, : len(part)] = part
-        at = np.full((options.lanes,), slots, np.int32)
-        starts, ends = np.zeros_like(at), np.zeros_like(at)
-        at[0], starts[0], ends[0] = slot, first, first + len(part)
-        batches.append(
-            TileBatch(
-                tokens=jax.device_put(padded),  # jnp.asarray compiles once a shape
-                slots=jax.device_put(at),
-                starts=jax.device_put(starts),
-                ends=jax.device_put(ends),
-            )
-        )
-    return batches
+    return [
+        _one_lane(tokens, slot, options, slots, first, known_from, write_from)
+        for first in range(start, len(tokens), options.tile)
+    ]
+
+
+def _one_lane(
+    tokens: np.ndarray,
+    slot: int,
+    options: StepOptions,
+    slots: int,
+    first: int,
+    known_from: int,
+    write_from: int,
+) -> TileBatch:
+    part = tokens[first : first + options.tile]
+    padded = np.zeros((options.lanes, options.tile), np.int32)
+    padded[0, : len(part)] = part
+
+    def lanes(active: int, idle: int = 0) -> jax.Array:
+        values = np.full((options.lanes,), idle, np.int32)
+        values[0] = active
+        return jax.device_put(values)  # jnp.asarray compiles once a shape
+
+    return TileBatch(
+        tokens=jax.device_put(padded),
+        slots=lanes(slot, idle=slots),
+        starts=lanes(first),
+        ends=lanes(first + len(part)),
+        known_from=lanes(known_from),
+        write_from=lanes(write_from),
+    )

@@ -19,6 +19,12 @@ class TileBatch:
     """First position, a multiple of the tile."""
     ends: Int[Array, " lanes"]
     """Position after the last token; ``starts`` for an idle lane."""
+    known_from: Int[Array, " lanes"]
+    """First position whose window rows the slot holds: 0, except in a replay, which starts from
+    nothing. Older rows and, at this very position, the overlap count as absent."""
+    write_from: Int[Array, " lanes"]
+    """Rows of cells that end at or before this position are stored already, perhaps shared, and
+    are read but never written."""
 
 
 @jax.tree_util.register_dataclass

@@ -9,7 +9,8 @@ from orbax.checkpoint import v1 as ocp
 
 from models.deepseek_v4.config import load_config
 from models.deepseek_v4.model import DeepseekV4
-from models.deepseek_v4.weights import WeightsError, load_safetensors
+from models.deepseek_v4.weights import load_safetensors
+from models.files import WeightsError
 
 ORBAX_FOLDER = "params"
 

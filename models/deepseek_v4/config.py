@@ -1,7 +1,6 @@
 """A DeepSeek-V4 model's true inputs, read from a Hugging Face ``config.json``."""
 
 import dataclasses
-import json
 import math
 import pathlib
 from collections.abc import Mapping
@@ -10,19 +9,15 @@ from typing import Any
 import numpy as np
 
 from hybridkv import formats
-from hybridkv.errors import UserError
 from hybridkv.formats import RowFormat
 from hybridkv.geometry import Geometry, LayerGeometry
+from models.files import ConfigError, read_config
 
 SLIDING = "sliding_attention"
 SPARSE = "compressed_sparse_attention"
 HEAVY = "heavily_compressed_attention"
 KINDS = (SLIDING, SPARSE, HEAVY)
 HASHED = "hash_moe"
-
-
-class ConfigError(UserError):
-    """A config this model cannot be built from; the message says which field and what to do."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,16 +131,7 @@ def load_config(path: str | pathlib.Path) -> DeepseekV4Config:
     Raises:
       ConfigError: the file is missing, is not JSON, or describes another architecture.
     """
-    path = pathlib.Path(path)
-    if path.is_dir():
-        path = path / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"no config.json at {path}: pass a folder in Hugging Face layout")
-    try:
-        fields = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    return parse_config(fields)
+    return parse_config(read_config(path))
 
 
 def parse_config(fields: Mapping[str, Any]) -> DeepseekV4Config:

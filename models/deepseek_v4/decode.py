@@ -18,8 +18,8 @@ from hybridkv.state.window import read_window
 from models.common import rotary_angles
 from models.deepseek_v4.cached import compress_layer, pool_after, sequence_attention
 from models.deepseek_v4.compressor import CellInput, Compressor
-from models.deepseek_v4.lanes import map_sequences
 from models.deepseek_v4.model import AttendInput, DeepseekV4
+from models.lanes import map_sequences
 from pallas_kernels.packing import api as packing
 
 

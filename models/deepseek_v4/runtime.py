@@ -10,6 +10,7 @@ from hybridkv.formats import RowFormat
 from hybridkv.geometry import Geometry
 from hybridkv.state.batch import DecodeBatch, StepOptions, TileBatch
 from hybridkv.state.cache import Cache
+from models.common import matmul_precision
 from models.deepseek_v4 import decode, tile
 from models.deepseek_v4.model import DeepseekV4
 
@@ -34,20 +35,15 @@ class DeepseekV4Runtime:
         self, params: Any, batch: TileBatch, cache: Cache, options: StepOptions
     ) -> tuple[jax.Array, Cache]:
         """See ``models.deepseek_v4.tile.tile_step``."""
-        with _precision(self.config.dtype):
+        with matmul_precision(self.config.dtype):
             return tile.tile_step(self._merge(params), batch, cache, options)
 
     def decode_step(
         self, params: Any, batch: DecodeBatch, cache: Cache, options: StepOptions
     ) -> tuple[jax.Array, Cache]:
         """See ``models.deepseek_v4.decode.decode_step``."""
-        with _precision(self.config.dtype):
+        with matmul_precision(self.config.dtype):
             return decode.decode_step(self._merge(params), batch, cache, options)
 
     def _merge(self, params: list[jax.Array]) -> DeepseekV4:
         return nnx.merge(self._graph, jax.tree.unflatten(self._structure, params))
-
-
-def _precision(dtype: str) -> Any:
-    """A float32 model means float32 products, on TPU too, where the default is bfloat16."""
-    return jax.default_matmul_precision("highest" if dtype == "float32" else "default")

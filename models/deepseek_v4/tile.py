@@ -23,8 +23,8 @@ from hybridkv.state.window import read_window, ring_after
 from models.common import rotary_angles
 from models.deepseek_v4.cached import compress_layer, pool_after, sequence_attention
 from models.deepseek_v4.compressor import CellInput, Compressor
-from models.deepseek_v4.lanes import map_sequences
 from models.deepseek_v4.model import AttendInput, DeepseekV4
+from models.lanes import lanes_in_turn, map_sequences
 from pallas_kernels.packing import api as packing
 
 
@@ -35,6 +35,8 @@ class Lanes:
     slots: Int[Array, " lanes"]
     starts: Int[Array, " lanes"]
     ends: Int[Array, " lanes"]
+    known_from: Int[Array, " lanes"]
+    write_from: Int[Array, " lanes"]
     table: Int[Array, "lanes blocks_per_sequence"]
     order: Int[Array, " lanes"]
     active: Int[Array, ""]
@@ -48,26 +50,10 @@ def tile_step(
     Returns float32 logits of each lane's last token (``[lanes, tile, vocab]`` of all tokens with
     ``options.all_logits``), and the cache at ``ends``. Idle lanes give zeros or garbage.
     """
+    step = functools.partial(_all_lanes, model, options=options)
     if options.sequential and options.lanes > 1:
-        return _one_lane_at_a_time(model, batch, cache, options)
-    return _all_lanes(model, batch, cache, options)
-
-
-def _one_lane_at_a_time(
-    model: DeepseekV4, batch: TileBatch, cache: Cache, options: StepOptions
-) -> tuple[jax.Array, Cache]:
-    active = jnp.sum((batch.ends > batch.starts).astype(jnp.int32))
-    one = dataclasses.replace(options, lanes=1)
-    vocab = model.config.vocab_size
-    shape = (options.lanes, options.tile, vocab) if options.all_logits else (options.lanes, vocab)
-
-    def body(lane: jax.Array, carry: tuple[jax.Array, Cache]) -> tuple[jax.Array, Cache]:
-        out, cache = carry
-        single = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, lane, 1), batch)
-        logits, cache = _all_lanes(model, single, cache, one)
-        return jax.lax.dynamic_update_slice_in_dim(out, logits, lane, 0), cache
-
-    return jax.lax.fori_loop(0, active, body, (jnp.zeros(shape, jnp.float32), cache))
+        return lanes_in_turn(step, batch, cache)
+    return step(batch, cache)
 
 
 def _all_lanes(
@@ -81,6 +67,8 @@ def _all_lanes(
         slots=batch.slots,
         starts=batch.starts,
         ends=batch.ends,
+        known_from=batch.known_from,
+        write_from=batch.write_from,
         table=cache.block_table[slot],
         order=jnp.arange(lanes, dtype=jnp.int32),
         active=jnp.sum((batch.ends > batch.starts).astype(jnp.int32)),
@@ -113,7 +101,7 @@ def _attention(
         arguments = [
             attention.queries(latent, angles).astype(jnp.float32),
             packing.decode(buffer, geometry.window_format.name),
-            lanes.starts,
+            lanes.starts - lanes.known_from,
         ]
         ratio = config.layer_ratios[number]
         compress = functools.partial(_compress, inputs, lanes, frequencies)
@@ -141,7 +129,8 @@ def _roll_window(layer: LayerCache, rows: jax.Array, lanes: Lanes) -> tuple[jax.
     assert layer.window is not None
     slot = jnp.minimum(lanes.slots, layer.window.shape[0] - 1)
     ring = layer.window[slot]
-    buffer = jnp.concatenate([read_window(ring, lanes.starts, ring.shape[1] - 1), rows], axis=1)
+    before = read_window(ring, lanes.starts, ring.shape[1] - 1, lanes.known_from)
+    buffer = jnp.concatenate([before, rows], axis=1)
     ring = ring_after(buffer, ring, lanes.starts, lanes.ends)
     return buffer, layer.window.at[lanes.slots].set(ring, mode="drop")
 
@@ -162,10 +151,11 @@ def _compress(
     kv, gate = compressor.project(inputs.x, inputs.positions)
     shape = (count, tile // ratio, ratio, kv.shape[-1])
     cells = CellInput(kv.reshape(shape), gate.reshape(shape))
-    pooled = pool_after(cells, tail, lanes.starts > 0)
+    pooled = pool_after(cells, tail, lanes.starts > lanes.known_from)
     number = (lanes.starts // ratio)[:, None] + jnp.arange(tile // ratio, dtype=jnp.int32)[None, :]
     rows = compressor.finish(pooled, rotary_angles(number * ratio, frequencies))
-    whole = (number + 1) * ratio <= lanes.ends[:, None]
+    end = (number + 1) * ratio
+    whole = (end <= lanes.ends[:, None]) & (end > lanes.write_from[:, None])
     pool = write_rows(pool, lanes.table, number, whole, packing.encode(rows, format))
     tail = tail_after(kv, gate, tail, lanes.starts, lanes.ends)
     return pool, jax.tree.map(

@@ -5,23 +5,17 @@ are those of its modules (a ``state_dict``); the release has its own; and what `
 writes are the release's names again under Hugging Face's roots.
 """
 
-import functools
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from hybridkv.errors import UserError
 from models.deepseek_v4.config import SLIDING, SPARSE, DeepseekV4Config
 from models.deepseek_v4.model import DeepseekV4
-
-
-class WeightsError(UserError):
-    """A checkpoint that does not fit the model; the message names the tensor."""
+from models.files import WeightsError, open_tensors, parameter_at, read_tensor
 
 
 class Place(NamedTuple):
@@ -142,15 +136,15 @@ def load_safetensors(model: DeepseekV4, folder: str | pathlib.Path) -> None:
     Raises:
       WeightsError: no tensors there, a tensor is missing, quantised, or of another shape.
     """
-    tensors = _open_tensors(pathlib.Path(folder))
+    tensors = open_tensors(folder)
     hugging_face = "lm_head.weight" in tensors
     saved = not hugging_face and "model.embed_tokens.weight" in tensors
     for place in places(model.config):
-        parameter = _parameter(model, place.path)
+        parameter = parameter_at(model, place.path)
         names = place.hugging_face.split("+") if hugging_face else list(place.release)
         if saved:
             names = [_pretrained_name(name) for name in names]
-        parts = [_read(tensors, name) for name in names]
+        parts = [read_tensor(tensors, name) for name in names]
         wanted = _part_shape(place.layout, parameter.shape, len(parts), hugging_face)
         for name, part in zip(names, parts, strict=True):
             if part.shape != wanted:
@@ -167,7 +161,7 @@ def save_safetensors(model: DeepseekV4, path: str | pathlib.Path) -> None:
     """Writes the model's weights to one file under Hugging Face names."""
     tensors: dict[str, np.ndarray] = {}
     for place in places(model.config):
-        value = np.asarray(_parameter(model, place.path)[...])
+        value = np.asarray(parameter_at(model, place.path)[...])
         names = place.hugging_face.split("+")
         parts = np.split(value, len(names))
         for name, part in zip(names, parts, strict=True):
@@ -181,44 +175,6 @@ def _pretrained_name(release: str) -> str:
         return f"model.{release}".replace(".attn.kv_norm.", ".attn.norm.")
     roots = {"head.weight": "head.weight", "embed.weight": "model.embed_tokens.weight"}
     return roots.get(release) or "model." + release.replace("hc_head_", "hc_head.hc_")
-
-
-def _parameter(model: DeepseekV4, path: tuple[str | int, ...]) -> Any:
-    node: Any = model
-    for part in path:
-        node = node[part] if isinstance(part, int) else getattr(node, part)
-    return node
-
-
-def _open_tensors(folder: pathlib.Path) -> Mapping[str, Callable[[], np.ndarray]]:
-    """Name to reader, over all files of the folder; nothing is read yet."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise WeightsError(f"no *.safetensors in {folder}: pass a folder with weights")
-    readers: dict[str, Callable[[], np.ndarray]] = {}
-    for file in files:
-        try:
-            handle = safe_open(str(file), framework="flax")
-        except (SafetensorError, OSError) as error:
-            raise WeightsError(f"{file} is not a safetensors file: {error}") from error
-        for name in handle.keys():  # noqa: SIM118 (not a mapping)
-            readers[name] = functools.partial(_tensor, handle, name)
-    return readers
-
-
-def _tensor(handle: Any, name: str) -> np.ndarray:
-    return np.asarray(handle.get_tensor(name))
-
-
-def _read(tensors: Mapping[str, Callable[[], np.ndarray]], name: str) -> np.ndarray:
-    if name not in tensors:
-        raise WeightsError(f"tensor {name} is missing: the checkpoint is of another architecture")
-    stem = name.removesuffix(".weight")
-    if f"{stem}.scale" in tensors or f"{stem}.weight_scale_inv" in tensors:
-        raise WeightsError(
-            f"tensor {name} is quantised (it has a scale): convert the checkpoint to bfloat16 first"
-        )
-    return tensors[name]()
 
 
 def _part_shape(

@@ -4,6 +4,8 @@ One softmax covers both parts and the sink, which is a logit without a value (pa
 Sums run over the window first, then over compressed rows in key blocks of one size in absolute
 order. How many blocks are read is data, so neither the cache's capacity nor masked blocks change
 any bit; for one key, row and value are the same vector.
+
+``attend_pairs`` is the plain case, rows of (key, value) pairs alone, summed in the same way.
 """
 
 from jaxtyping import Array, Float, Int
@@ -32,7 +34,8 @@ def attend(
       q: float32 queries of positions ``first ... first + t - 1``.
       local: float32 window rows of positions ``first - (window - 1) ... first + t - 1``: the buffer
         is ``window - 1 + t`` rows, linear in position. Rows before position 0 must be finite.
-      first: position of the first query.
+      first: position of the first query, counted from the first row that exists: earlier rows of
+        ``local`` are not read.
       sink: float32 logit per head.
       window: rows a query sees, itself included.
       scale: softmax scale.
@@ -55,4 +58,39 @@ def attend(
         picks=picks,
         key_block=key_block,
         format=format,
+    )
+
+
+def attend_pairs(
+    q: Float[Array, "t heads width"],
+    rows: BlockRows,
+    visible: Int[Array, " t"],
+    *,
+    kv_heads: int,
+    scale: float,
+    key_block: int = 128,
+    format: str = "float32",
+) -> Float[Array, "t heads width"]:
+    """Plain grouped-query attention over stored (key, value) rows, float32; no window, no sink.
+
+    One row holds ``[kv_heads, width]`` keys, then as many values, side by side. Query head ``h``
+    reads key head ``h // (heads // kv_heads)`` (arXiv 2305.13245).
+
+    Args:
+      q: float32 queries, keyed as the stored keys are (rotated where those are).
+      rows: rows of the sequence, ``2 * kv_heads * width`` channels each.
+      visible: how many of ``rows`` each query may see; not decreasing. A query that sees none
+        gives zeros.
+      kv_heads: key and value heads of a row.
+      scale: softmax scale.
+      key_block: rows summed at once. Part of the result's bits.
+      format: the stored format of ``rows``.
+
+    Raises:
+      ValueError: ``heads`` is not a multiple of ``kv_heads``.
+    """
+    if q.shape[1] % kv_heads:
+        raise ValueError(f"{q.shape[1]} query heads do not share {kv_heads} key heads evenly")
+    return reference.attend_pairs(
+        q, rows, visible, kv_heads=kv_heads, scale=scale, key_block=key_block, format=format
     )

@@ -139,3 +139,48 @@ def _with_sink(state: Softmax, sink: Float[Array, " heads"]) -> Float[Array, "t 
     keep = jnp.exp(state.top - top)
     total = state.total * keep + jnp.exp(sink[None, :] - top)
     return state.acc * (keep / total)[..., None]
+
+
+def attend_pairs(
+    q: Float[Array, "t heads width"],
+    rows: BlockRows,
+    visible: Int[Array, " t"],
+    *,
+    kv_heads: int,
+    scale: float,
+    key_block: int,
+    format: str,
+) -> Float[Array, "t heads width"]:
+    """See ``api.attend_pairs``."""
+    t, heads, width = q.shape
+    grouped = (q * scale).reshape(t, kv_heads, heads // kv_heads, width)
+    size = key_block_rows(rows.rows_per_block, key_block)
+    length = visible[-1]
+
+    def body(number: jax.Array, state: Softmax) -> Softmax:
+        pairs = read_key_block(rows, number, size, length, format)
+        pairs = pairs.reshape(size, 2, kv_heads, width)
+        keys, values = pairs[:, 0], pairs[:, 1]
+        logits = jnp.einsum("tngc,knc->tngk", grouped, keys).reshape(t, heads, size)
+
+        def weighted(weights: jax.Array) -> jax.Array:
+            by_key_head = weights.reshape(t, kv_heads, heads // kv_heads, size)
+            return jnp.einsum("tngk,knc->tngc", by_key_head, values).reshape(t, heads, width)
+
+        row = number * size + jnp.arange(size, dtype=jnp.int32)
+        return _join(state, logits, row[None, :] < visible[:, None], weighted)
+
+    state = jax.lax.fori_loop(0, (length + size - 1) // size, body, _nothing(t, heads, width))
+    # The largest logit alone adds 1: a smaller total is that of a query which saw nothing.
+    return state.acc / jnp.maximum(state.total, 1.0)[..., None]
+
+
+def _nothing(t: int, heads: int, width: int) -> Softmax:
+    """A softmax over no logit. Its top is finite, so that a fully masked block joins without NaN;
+    the first real logit gives what is before it the weight ``exp(-huge) = 0``.
+    """
+    return Softmax(
+        jnp.full((t, heads), jnp.finfo(jnp.float32).min, jnp.float32),
+        jnp.zeros((t, heads), jnp.float32),
+        jnp.zeros((t, heads, width), jnp.float32),
+    )

@@ -99,7 +99,7 @@ def test_warm_up_changes_no_byte_and_later_steps_trace_nothing(steps):
 )
 def test_a_prompt_becomes_tiles_at_absolute_places(length, start, parts):
     ids = np.arange(length, dtype=np.int32) + 1
-    batches = prompt_tiles(ids, 2, OPTIONS, 5, start)
+    batches = prompt_tiles(ids, 2, OPTIONS, 5, start=start)
     assert [(int(b.starts[0]), int(b.ends[0])) for b in batches] == parts
     for batch, (first, end) in zip(batches, parts, strict=True):
         assert batch.tokens.shape == (2, 16)
@@ -113,7 +113,7 @@ def test_a_prompt_becomes_tiles_at_absolute_places(length, start, parts):
 @pytest.mark.parametrize("start", [1, 8, 24])
 def test_a_prompt_resumes_on_tile_boundaries_only(start):
     with pytest.raises(ValueError, match=f"start {start} is not a multiple of the tile, 16"):
-        prompt_tiles(np.arange(40), 0, OPTIONS, 1, start)
+        prompt_tiles(np.arange(40), 0, OPTIONS, 1, start=start)
 
 
 def test_idle_batches_have_the_shapes_of_real_ones():

@@ -13,11 +13,11 @@ from models.deepseek_v4.config import (
     HEAVY,
     SLIDING,
     SPARSE,
-    ConfigError,
     Rope,
     load_config,
     parse_config,
 )
+from models.files import ConfigError
 
 YARN = {
     "type": "yarn",

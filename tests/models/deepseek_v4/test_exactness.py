@@ -142,8 +142,10 @@ def _lane_batch(lanes: int, slots: int, active: dict[int, tuple[np.ndarray, int]
         part = ids[number * tile : (number + 1) * tile]
         tokens[lane, : len(part)] = part
         at[lane], starts[lane], ends[lane] = lane, number * tile, number * tile + len(part)
-    arrays = (jnp.asarray(x) for x in (tokens, at, starts, ends))
-    return TileBatch(**dict(zip(("tokens", "slots", "starts", "ends"), arrays, strict=True)))
+    names = ("tokens", "slots", "starts", "ends", "known_from", "write_from")
+    zeros = np.zeros_like(starts)
+    arrays = (jnp.asarray(x) for x in (tokens, at, starts, ends, zeros, zeros))
+    return TileBatch(**dict(zip(names, arrays, strict=True)))
 
 
 @pytest.mark.parametrize("sequential", [True, False], ids=["sequential", "batched"])

@@ -15,9 +15,10 @@ from toy import TOY
 
 from hybridkv.errors import UserError
 from models.deepseek_v4.checkpoint import load_model, save_orbax
-from models.deepseek_v4.config import ConfigError, load_config
+from models.deepseek_v4.config import load_config
 from models.deepseek_v4.model import DeepseekV4
-from models.deepseek_v4.weights import WeightsError, load_safetensors, save_safetensors
+from models.deepseek_v4.weights import load_safetensors, save_safetensors
+from models.files import ConfigError, WeightsError
 
 RENAMES = [
     (r"^model\.embed_tokens\.", "embed."),

@@ -1,0 +1,26 @@
+"""A model on disk: ``config.json`` beside safetensors, as Hugging Face lays it out."""
+
+import pathlib
+
+from flax import nnx
+
+from models.files import WeightsError
+from models.llama.config import load_config
+from models.llama.model import Llama
+from models.llama.weights import load_safetensors
+
+
+def load_model(folder: str | pathlib.Path) -> Llama:
+    """Reads a model from a folder in Hugging Face layout.
+
+    Raises:
+      ConfigError: the config is missing or of another architecture.
+      WeightsError: weights are missing or do not fit the config.
+    """
+    folder = pathlib.Path(folder)
+    if not folder.is_dir():
+        raise WeightsError(f"no checkpoint folder at {folder}: pass one with config.json")
+    config = load_config(folder)
+    model = nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0)))
+    load_safetensors(model, folder)
+    return model
