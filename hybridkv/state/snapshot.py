@@ -4,7 +4,7 @@
             TAIL overlap ---------------------> [snapshots, ratio, width] x (kv, gate)
             TAIL open cell: empty at a tile boundary, so it is neither stored nor restored
 
-A tile is a multiple of every ratio, which is what makes the open cells empty; at ratio 128 they would
+A tile is a multiple of every ratio, which makes the open cells empty; at ratio 128 they would
 be most of a snapshot's bytes.
 """
 
