@@ -91,6 +91,11 @@ class Sequence:
         return self.plan.start if isinstance(self.plan, Plan) else 0
 
     @property
+    def exact_from(self) -> int:
+        """First position whose logits are those of a cold run; see ``Plan.exact_from``."""
+        return self.plan.exact_from if isinstance(self.plan, Plan) else 0
+
+    @property
     def shared_tokens(self) -> int:
         """Position up to which blocks are shared."""
         return self.plan.shared if isinstance(self.plan, Plan) else 0
@@ -220,6 +225,7 @@ class Runner:
             sequence.snapshots_at = (policy or self.sizes.policy).positions(
                 tokens=len(prompt),
                 start=sequence.start,
+                exact_from=sequence.exact_from,
                 shared=sequence.shared_tokens,
                 tile=self.options.tile,
             )
@@ -282,17 +288,18 @@ class Runner:
         """Computes the prompt's remaining tokens, publishes them, and returns logits.
 
         Returns:
-          float32 ``[vocab]`` of the last token (``[computed tokens, vocab]`` with
-          ``options.all_logits``).
+          float32 ``[vocab]`` of the last token; with ``options.all_logits``
+          ``[tokens, vocab]`` of all from ``sequence.exact_from`` on.
         """
-        parts = []
+        first, parts = sequence.computed, []
         while sequence.computed < sequence.prompt_tokens:
             parts.append(self.tile(sequence))
         logits = [np.asarray(part)[0] for part in parts]
         self.publish(sequence)
         if not self.options.all_logits:
             return logits[-1]
-        return np.concatenate(logits)[: sequence.prompt_tokens - sequence.start]
+        exact = max(sequence.exact_from - first, 0)
+        return np.concatenate(logits)[exact : sequence.prompt_tokens - first]
 
     def tile(self, sequence: Sequence) -> jax.Array:
         """Computes the next tile of a prompt; its logits, as the tile step gives them."""

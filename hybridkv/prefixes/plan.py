@@ -115,6 +115,13 @@ class Plan:
         """First position whose window rows exist at the start; see ``TileBatch.known_from``."""
         return self.start if self.snapshot < 0 and Action.REPLAY in self.needs.values() else 0
 
+    @property
+    def exact_from(self) -> int:
+        """First position at which the sequence state is that of a cold run, as logits are from
+        there on: a replay gets there only at its end, and nothing may be kept of what is between.
+        """
+        return self.shared if self.known_from else self.start
+
     def explain(self) -> str:
         """One line."""
         how = f"reuse {self.start} of {self.tokens} tokens"

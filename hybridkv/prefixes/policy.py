@@ -18,12 +18,15 @@ class SnapshotPolicy:
     every: int = 0
     """Every so many tiles; 0 for none. Each costs ``snapshot_bytes`` and nothing else."""
 
-    def positions(self, *, tokens: int, start: int, shared: int, tile: int) -> tuple[int, ...]:
+    def positions(
+        self, *, tokens: int, start: int, exact_from: int, shared: int, tile: int
+    ) -> tuple[int, ...]:
         """Positions to write, ascending, of a prompt computed from ``start``.
 
         Args:
           tokens: length of the prompt.
           start: first computed position.
+          exact_from: first position at which its state is exact: the end of a replay.
           shared: position up to which its blocks were found.
           tile: tokens of a tile.
         """
@@ -34,7 +37,7 @@ class SnapshotPolicy:
             wanted.add(round_down(shared, tile))
         if self.every:
             wanted |= set(range(self.every * tile, tokens + 1, self.every * tile))
-        return tuple(sorted(p for p in wanted if p > start))
+        return tuple(sorted(p for p in wanted if p > start and p >= exact_from))
 
 
 DEFAULT = SnapshotPolicy()

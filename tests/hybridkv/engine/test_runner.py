@@ -233,3 +233,19 @@ def test_nothing_compiles_after_warm_up(runner):
     finally:
         jax.monitoring.unregister_event_duration_listener(count)
     assert sum(events) == 0
+
+
+def test_no_snapshot_is_written_inside_the_cone_of_a_replay(runner):
+    """There the state is not exact yet: whoever copied it would get other bits."""
+    ids = prompt(150, seed=25)
+    run(runner, ids, namespace="cone", policy=NEVER)
+    second, _ = run(
+        runner, np.concatenate([ids[:144], prompt(20, seed=1)]), namespace="cone", policy=DENSE
+    )
+    assert 0 < second.start < second.shared_tokens == 144
+    for position in range(second.start + TILE, 145, TILE):
+        fork = np.concatenate([ids[:position], prompt(9, seed=2)])
+        _, cold = run(runner, fork, namespace=f"cold {position}", policy=NEVER)
+        warm, logits = run(runner, fork, namespace="cone", policy=NEVER)
+        assert digest(logits[-9:]) == digest(cold[-9:]), position
+        assert warm.shared_tokens == position

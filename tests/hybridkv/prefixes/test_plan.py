@@ -3,6 +3,8 @@ import dataclasses
 import numpy as np
 import pytest
 from geometries import HOMOGENEOUS, toy_geometry
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from shelves import Shelf
 from toy import prompt
 
@@ -10,7 +12,9 @@ from hybridkv.blocks.entries import Form, Tier, kind_bits
 from hybridkv.kinds import Kind
 from hybridkv.prefixes.cost import CostModel
 from hybridkv.prefixes.losses import Cause
+from hybridkv.prefixes.needs import block_kinds, snapshot_kinds
 from hybridkv.prefixes.plan import Action, Miss, Outcome, Plan, PlanOptions, plan_prefix
+from hybridkv.prefixes.policy import SnapshotPolicy
 
 GEOMETRY = toy_geometry()
 TILE = 16
@@ -241,15 +245,23 @@ def test_planning_changes_nothing(shelf):
     assert (entries.leases == 0).all()
 
 
-def test_what_the_writer_keeps_is_what_the_reader_needs(shelf):
-    """Every position at which a writer stores a snapshot is one that a reader copies."""
-    for seed, positions in ((5, (16,)), (6, (32, 64)), (7, (144, 160))):
-        ids = prompt(180, seed=seed)
-        shelf.store(ids, snapshots=positions)
-        for position in positions:
-            fork = np.concatenate([ids[:position], IDS[:5]])
-            found = plan(shelf, fork)
-            assert (found.start, found.shared) == (position, position)
+POLICIES = st.builds(
+    SnapshotPolicy, ends=st.booleans(), forks=st.booleans(), every=st.integers(0, 3)
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 190), st.sampled_from([16, 32, 48]), POLICIES, st.integers(0, 2**16))
+def test_what_a_writer_keeps_is_what_a_reader_needs(tokens, tile, policy, seed):
+    """A prompt that goes on from any position a writer kept finds every kind there."""
+    shelf, ids = Shelf(GEOMETRY), prompt(tokens, seed=seed)
+    kept = policy.positions(tokens=tokens, start=0, exact_from=0, shared=0, tile=tile)
+    shelf.store(ids, snapshots=kept)
+    for position in kept:
+        found = plan(shelf, np.concatenate([ids[:position], IDS[:5]]), PlanOptions(tile=tile))
+        assert found.start == found.shared == position
+        assert set(found.needs) == {*block_kinds(GEOMETRY), *snapshot_kinds(GEOMETRY)}
+        assert Action.REPLAY not in found.needs.values()
 
 
 def test_a_plan_names_generations_that_a_lease_checks(shelf):

@@ -3,8 +3,10 @@ import pytest
 from hybridkv.prefixes.policy import DEFAULT, DENSE, ENDS, NEVER, SnapshotPolicy
 
 
-def positions(policy, tokens, start=0, shared=0, tile=16):
-    return policy.positions(tokens=tokens, start=start, shared=shared, tile=tile)
+def positions(policy, tokens, start=0, shared=0, tile=16, exact_from=0):
+    return policy.positions(
+        tokens=tokens, start=start, exact_from=exact_from, shared=shared, tile=tile
+    )
 
 
 def test_the_default_writes_the_last_boundary():
@@ -24,6 +26,10 @@ def test_nothing_is_written_that_the_computation_does_not_pass():
     assert positions(DEFAULT, 100, start=64, shared=64) == (96,)
     assert positions(DEFAULT, 100, start=96, shared=96) == ()
     assert positions(DEFAULT, 10) == ()
+
+
+def test_nothing_is_written_before_the_state_is_exact():
+    assert positions(DENSE, 100, start=16, exact_from=64, shared=64) == (64, 80, 96)
 
 
 def test_dense_writes_every_boundary_and_never_none():
