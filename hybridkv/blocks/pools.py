@@ -53,7 +53,7 @@ class PoolSizes:
     blocks: int
     """Costs ``geometry.block_bytes`` each."""
     snapshots: int
-    """Costs ``geometry.sequence_bytes`` each."""
+    """Costs ``sum(hybridkv.state.snapshot.snapshot_bytes(geometry).values())`` bytes each."""
 
     def __post_init__(self) -> None:
         if min(self.blocks, self.snapshots) < 0:
