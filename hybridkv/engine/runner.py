@@ -18,7 +18,7 @@ import numpy as np
 from hybridkv.arithmetic import cdiv
 from hybridkv.blocks.allocator import Allocator
 from hybridkv.blocks.entries import Form, Tier, kind_bits
-from hybridkv.blocks.eviction import EvictionPolicy, LeastRecentlyUsed
+from hybridkv.blocks.eviction import EvictionPolicy, SecondsPerByte
 from hybridkv.blocks.leases import Receipt
 from hybridkv.blocks.pools import NoRoom, PoolSizes
 from hybridkv.blocks.transitions import TierState
@@ -27,6 +27,7 @@ from hybridkv.engine.numerics import numerics_id
 from hybridkv.engine.protocol import StepModel
 from hybridkv.engine.steps import Steps, prompt_tiles
 from hybridkv.errors import UserError
+from hybridkv.geometry import Geometry
 from hybridkv.prefixes.checks import byte_alignment
 from hybridkv.prefixes.cost import BY_TILES, CostModel
 from hybridkv.prefixes.directory import Directory
@@ -41,7 +42,8 @@ from hybridkv.state.cache import Cache
 from hybridkv.state.capacity import Capacity
 from hybridkv.state.snapshot import Snapshots, snapshot_bytes
 
-LRU = LeastRecentlyUsed()
+HALF_LIFE_SECONDS = 300.0
+"""Time without a use after which the uses of an entry count half."""
 
 
 class NoSlot(RuntimeError):  # noqa: N818 - a condition to wait out, not a fault
@@ -56,10 +58,14 @@ class RunnerOptions:
     snapshots: int
     """Snapshots on the device. One costs ``sum(snapshot_bytes(geometry).values())`` bytes."""
     policy: SnapshotPolicy = DEFAULT
-    eviction: EvictionPolicy = LRU
+    eviction: EvictionPolicy | None = None
+    """What goes first when room is short; None for seconds saved a byte, from ``cost``."""
     cost: CostModel = BY_TILES
     replay: bool = True
     """Whether a lost sequence state may be rebuilt by recomputation."""
+    ledger: bool = True
+    """Keep every token ever computed, at 4 bytes each, so that plans know the ideal hit and blame
+    what is lost."""
     debug: bool = False
     """Walk all bookkeeping after every event."""
 
@@ -130,7 +136,10 @@ class Runner:
         self.identity = identity or identify(model, options)
         pool = PoolSizes(blocks=capacity.blocks, snapshots=sizes.snapshots)
         self.allocator = Allocator(
-            {Tier.DEVICE: pool}, policy=sizes.eviction, clock=time.monotonic, debug=sizes.debug
+            {Tier.DEVICE: pool},
+            policy=sizes.eviction or seconds_per_byte(geometry, options.tile, sizes.cost),
+            clock=time.monotonic,
+            debug=sizes.debug,
         )
         self.directory = Directory(
             self.allocator,
@@ -138,7 +147,7 @@ class Runner:
             block_tokens=geometry.block_tokens,
             required_kinds=kind_bits((*block_kinds(geometry), *snapshot_kinds(geometry))),
         )
-        self.ledger = Ledger()
+        self.ledger = Ledger() if sizes.ledger else None
         self.plan_options = PlanOptions(
             tile=options.tile,
             snapshot_bytes=sum(snapshot_bytes(geometry).values()),
@@ -164,7 +173,9 @@ class Runner:
 
     def plan(self, chain: TokenChain, *, namespace: str = "") -> Plan | Miss:
         """What would be reused now. Changes nothing."""
-        ideal = min(self.ledger.longest(namespace, chain.tokens), chain.length - 1)
+        ideal = None
+        if self.ledger is not None:
+            ideal = min(self.ledger.longest(namespace, chain.tokens), chain.length - 1)
         return plan_prefix(
             self.directory, chain, self.model.geometry, self.plan_options, ideal=ideal
         )
@@ -205,6 +216,10 @@ class Runner:
             raise UserError(
                 f"the chain holds {chain.length} tokens and the prompt {len(prompt)}: extend the "
                 "chain by the new tokens first"
+            )
+        if chain.root != self.identity.root(namespace):
+            raise UserError(
+                f"the chain is not of namespace {namespace!r}: pass the namespace it was made for"
             )
         plan = self.plan(chain, namespace=namespace)
         shared, own = self._hold(plan, len(prompt) + max_new_tokens)
@@ -351,7 +366,7 @@ class Runner:
         if len(self.directory.find(sequence.chain).entries) >= shared:
             self.directory.publish(sequence.chain, shared, whole)
         self._publish_snapshots(sequence)
-        self.ledger.add(sequence.namespace, sequence.chain.tokens[: sequence.computed])
+        self._note(sequence.namespace, sequence.chain.tokens[: sequence.computed])
 
     def _publish_snapshots(self, sequence: Sequence) -> None:
         block = self.model.geometry.block_tokens
@@ -399,16 +414,33 @@ class Runner:
                 np.asarray(sequence.generated, np.uint32),
             ]
         )
-        self.ledger.add(sequence.namespace, computed)
+        self._note(sequence.namespace, computed)
         self.allocator.release(sequence.shared)
         self.allocator.release(sequence.own)
         sequence.finished = True
         del self._running[sequence.slot]
         self._free.append(sequence.slot)
 
+    def _note(self, namespace: str, tokens: np.ndarray) -> None:
+        if self.ledger is not None:
+            self.ledger.add(namespace, tokens)
+
     def _check_running(self, sequence: Sequence) -> None:
         if sequence.finished or self._running.get(sequence.slot) is not sequence:
             raise UserError("this sequence is finished: start a new one")
+
+
+def seconds_per_byte(geometry: Geometry, tile: int, cost: CostModel) -> SecondsPerByte:
+    """The default eviction policy: what a block or a snapshot saves when it is found again."""
+    state = max(sum(snapshot_bytes(geometry).values()), 1)
+    replay = cdiv(geometry.longest_replay_tokens, tile) * cost.tile_seconds
+    return SecondsPerByte(
+        block_seconds=cost.tile_seconds * geometry.block_tokens / tile,
+        block_bytes=geometry.block_bytes,
+        snapshot_seconds=replay,
+        snapshot_bytes=state,
+        half_life=HALF_LIFE_SECONDS,
+    )
 
 
 def identify(model: StepModel, options: StepOptions) -> Identity:

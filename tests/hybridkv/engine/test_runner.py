@@ -137,6 +137,8 @@ def test_a_growing_conversation_hashes_only_what_is_new(runner):
     assert (first.start, second.start) == (0, 32)
     with pytest.raises(UserError, match="extend the chain"):
         runner.start(prompt(90, seed=19), chain=chain)
+    with pytest.raises(UserError, match="not of namespace 'other'"):
+        runner.start(chain.tokens.astype(np.int32), chain=chain, namespace="other")
 
 
 def test_no_free_slot_is_said_and_nothing_is_held():
@@ -249,3 +251,11 @@ def test_no_snapshot_is_written_inside_the_cone_of_a_replay(runner):
         warm, logits = run(runner, fork, namespace="cone", policy=NEVER)
         assert digest(logits[-9:]) == digest(cold[-9:]), position
         assert warm.shared_tokens == position
+
+
+def test_without_a_ledger_plans_do_not_know_the_ideal():
+    runner = make(ledger=False)
+    ids = prompt(60, seed=26)
+    assert run(runner, ids)[0].plan.ideal is None
+    decision = run(runner, ids)[0].plan
+    assert (decision.start, decision.ideal, decision.losses) == (48, None, ())
