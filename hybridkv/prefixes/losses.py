@@ -43,16 +43,18 @@ class Step:
 
 
 def blame(ideal: int, steps: tuple[Step, ...]) -> tuple[Loss, ...]:
-    """The losses between ``ideal`` and the last step, each token once.
+    """The losses between ``ideal`` and the last step, each token once, one a cause and kind.
 
     Args:
       ideal: tokens that reuse could have spared.
       steps: falling positions; tokens between one and the one before are lost to its cause.
     """
-    losses, above = [], ideal
+    lost: dict[tuple[Cause, Kind | None], int] = {}
+    above = ideal
     for step in steps:
         position = min(step.position, above)
         if position < above:
-            losses.append(Loss(cause=step.cause, kind=step.kind, tokens=above - position))
+            key = (step.cause, step.kind)
+            lost[key] = lost.get(key, 0) + above - position
         above = position
-    return tuple(losses)
+    return tuple(Loss(cause=cause, kind=kind, tokens=n) for (cause, kind), n in lost.items())

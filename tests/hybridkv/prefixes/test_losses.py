@@ -20,6 +20,15 @@ def test_each_token_is_lost_once_to_the_step_that_lost_it():
     )
 
 
+def test_a_cause_that_comes_twice_is_one_loss():
+    steps = (
+        Step(position=96, cause=Cause.ALIGNMENT),
+        Step(position=80, cause=Cause.POLICY),
+        Step(position=64, cause=Cause.ALIGNMENT),
+    )
+    assert [loss.tokens for loss in blame(100, steps)] == [20, 16]
+
+
 def test_a_loss_reads_as_a_phrase():
     assert str(Loss(cause=Cause.EVICTED, kind=Kind.TAIL, tokens=5)) == "5 to evicted (tail)"
     assert str(Loss(cause=Cause.ALIGNMENT, kind=None, tokens=7)) == "7 to alignment"
