@@ -369,7 +369,7 @@ def knockout(seed: int, repeats: int = 4) -> list[dict[str, Any]]:
 def _knock(prompts: Prompts, part: Knockout, *, guarded: bool) -> dict[str, bool]:
     """Removes a part where a prompt of nine tiles would resume."""
     runner, position = prompts.runner, 8 * TILE
-    ids, after = prompts.ids(position + 13), prompts.ids(DECODED)
+    ids, after = prompts.ids(position + 45), prompts.ids(DECODED)
     cold = prompts.run(ids, after, prompts.namespace())
     namespace = prompts.namespace()
     prompts.write(np.concatenate([ids[:position], ids[:3]]), namespace, "copy")

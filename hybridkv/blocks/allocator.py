@@ -87,6 +87,8 @@ class Allocator:
         self._rank = np.zeros(places, np.int32)
         """Scratch: where in the current call an id stands; of no meaning for other ids."""
         self._policy, self._clock, self._debug = policy, clock, debug
+        self._floor = np.zeros(len(Form), np.float64)
+        """What the last evicted entry of each form was worth."""
 
     # Room.
 
@@ -163,6 +165,7 @@ class Allocator:
         entries.used[ids] = self._clock()
         entries.hits[ids] = 0
         entries.picks[ids] = 0
+        entries.floor[ids] = self._floor[form]
         receipt = self.leases.issue(ids, entries.generation[ids])
         self._changed()
         return receipt
@@ -305,6 +308,7 @@ class Allocator:
         ids = self._distinct(entries)
         self.entries.used[ids] = self._clock() if when is None else when
         self.entries.hits[ids] += 1
+        self.entries.floor[ids] = self._floor[self.entries.form[ids]]
         self._changed()
 
     # What the directory shows.
@@ -443,6 +447,8 @@ class Allocator:
         A snapshot is lost with its block, even where only the snapshot has another copy.
         """
         columns = self.entries
+        self._raise_floor(Form.BLOCK, blocks)
+        self._raise_floor(Form.SNAPSHOT, snapshots)
         chosen = np.concatenate([snapshots, blocks]).astype(np.int32)
         kept = eviction.copied_elsewhere(columns, tier)
         kept[columns.snapshot[blocks[~kept[blocks] & (columns.snapshot[blocks] != NONE)]]] = False
@@ -452,6 +458,11 @@ class Allocator:
         self._settle(lost)
         here = chosen[kept[chosen] & (columns.state[tier, chosen] == TierState.PRESENT)]
         self._clear(tier, here)
+
+    def _raise_floor(self, form: Form, ids: Int32[np.ndarray, " n"]) -> None:
+        if ids.size:
+            worth = self._policy.value(self.entries, ids.astype(np.int32), self._clock())
+            self._floor[form] = max(float(self._floor[form]), float(worth.max()))
 
     def _announce(self, ids: Int32[np.ndarray, " n"], tier: Tier) -> None:
         """Tells the callbacks of published entries that are about to be lost, by form."""

@@ -108,6 +108,8 @@ class Entries:
     """Clock of the last use, seconds."""
     hits: Float32[np.ndarray, " n"]
     """Uses since the entry was taken."""
+    floor: Float64[np.ndarray, " n"]
+    """What the last evicted entry of the form was worth when this one was last used."""
     picks: Float32[np.ndarray, " n"]
     """How often the indexer picks rows of a block, uses a second; nobody measures it yet: 0."""
 
@@ -128,6 +130,7 @@ class Entries:
         self.fingerprint = np.zeros((count, 2), np.uint64)
         self.used = np.zeros(count, np.float64)
         self.hits = np.zeros(count, np.float32)
+        self.floor = np.zeros(count, np.float64)
         self.picks = np.zeros(count, np.float32)
 
     def __len__(self) -> int:

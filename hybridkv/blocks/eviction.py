@@ -22,6 +22,8 @@ EVICTED_BLOCKS = "evicted:compressed"
 EVICTED_SNAPSHOTS = "evicted:snapshot"
 """Causes that an entry is lost for (design, law 7)."""
 
+_STEPS = 64
+"""Ancestors followed one by one, which is all of them where leases cover whole prefixes."""
 _RUN = 64
 """Ancestors valued at once: a call of a policy costs as much as some dozens of values."""
 
@@ -52,7 +54,7 @@ class LeastRecentlyUsed:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SecondsPerByte:
-    """What saves the fewest seconds a byte goes first."""
+    """What is expected to save the fewest seconds a byte goes first."""
 
     block_seconds: float
     """Seconds to compute a block again."""
@@ -60,28 +62,33 @@ class SecondsPerByte:
     snapshot_seconds: float
     """Seconds of the replay that a snapshot saves."""
     snapshot_bytes: int
-    half_life: float
-    """Seconds without a use after which the hits of an entry count half."""
 
     def __post_init__(self) -> None:
         if min(self.block_seconds, self.snapshot_seconds) < 0:
             raise UserError(f"seconds saved can't be negative, got {self}")
-        if min(self.block_bytes, self.snapshot_bytes, self.half_life) <= 0:
-            raise UserError(f"bytes and half_life must be positive, got {self}")
+        if min(self.block_bytes, self.snapshot_bytes) <= 0:
+            raise UserError(f"bytes must be positive, got {self}")
 
     def value(
         self, entries: Entries, ids: Int32[np.ndarray, " n"], now: float
     ) -> Float64[np.ndarray, " n"]:
-        """Seconds a byte, times decayed hits, to which the indexer's picks of a block add."""
+        """Seconds a byte, weighed by uses, on top of ``floor``.
+
+        The floor is what the last evicted entry of the form was worth when this one was last used,
+        so that old uses lose their weight as fast as the pool turns over, and a new entry is worth
+        more than what went before it (greedy dual size with frequency; Cherkasova, 1998). Hits of a
+        block weigh by their logarithm, and picks of its rows add to them. Those of a snapshot do
+        not: a conversation resumes from each of its snapshots once and then from a later one.
+        """
+        del now
         block = entries.form[ids] == Form.BLOCK
-        rate = entries.hits[ids] * np.exp2((entries.used[ids] - now) / self.half_life)
-        rate += np.where(block, entries.picks[ids], np.float32(0))
+        hits = np.where(block, entries.hits[ids] + entries.picks[ids], np.float32(0))
         each = np.where(
             block,
             self.block_seconds / self.block_bytes,
             self.snapshot_seconds / self.snapshot_bytes,
         )
-        return rate * each
+        return entries.floor[ids] + (1.0 + np.log2(1.0 + hits.astype(np.float64))) * each
 
 
 def evictable_snapshots(entries: Entries, tier: Tier) -> Bool[np.ndarray, " n"]:
@@ -109,12 +116,34 @@ def evictable_blocks(entries: Entries, tier: Tier) -> Bool[np.ndarray, " n"]:
     kept = np.concatenate(
         [entries.parent[published & here & ~can_go], lives_on[~elsewhere[lives_on]]]
     )
-    while kept.size:
-        kept = kept[kept != NONE]
-        kept = np.unique(kept[can_go[kept]])
-        can_go[kept] = False
-        kept = entries.parent[kept]
+    _keep_with_ancestors(entries, can_go, kept[kept != NONE])
     return can_go
+
+
+def _keep_with_ancestors(
+    entries: Entries, can_go: Bool[np.ndarray, " n"], kept: Int32[np.ndarray, " k"]
+) -> None:
+    """Clears ``can_go`` of blocks and of the unbroken run of ancestors above each that could go."""
+    for _ in range(_STEPS):
+        kept = np.unique(kept[can_go[kept]])
+        if not kept.size:
+            return
+        can_go[kept] = False
+        above = entries.parent[kept]
+        kept = above[above != NONE]
+    # A long chain: every round doubles the distance that is looked ahead.
+    stop = len(entries)
+    above = np.full(stop + 1, stop, np.int32)
+    ids = np.flatnonzero(can_go)
+    parents = entries.parent[ids]
+    goes_on = (parents != NONE) & can_go[parents]
+    above[ids[goes_on]] = parents[goes_on]
+    reached = np.zeros(stop + 1, np.bool_)
+    reached[kept[can_go[kept]]] = True
+    while (above != stop).any():
+        reached[above[reached]] = True
+        above = above[above]
+    can_go[reached[:stop]] = False
 
 
 def copied_elsewhere(entries: Entries, tier: Tier) -> Bool[np.ndarray, " n"]:

@@ -119,6 +119,9 @@ def _check_ids(allocator: Allocator) -> None:
     _demand(every.shape == whole.shape and (every == whole).all(), "an id is lost or twice free")
     bits = np.asarray([FORM_BITS[form] for form in Form], np.uint8)[entries.form]
     _demand(((entries.kinds & ~bits) == 0).all(), "an entry holds a kind of the other form")
+    whole = entries.state == TierState.PRESENT
+    same = whole.any(axis=0)[alive] == (entries.kinds[alive] != 0)
+    _demand(same.all(), "an entry has kinds without whole bytes, or whole bytes without kinds")
 
 
 def _check_published(entries: Entries) -> None:
@@ -133,6 +136,7 @@ def _check_published(entries: Entries) -> None:
     _demand(visible.all(), "a published block stands behind one that is not")
     children = np.bincount(parents, minlength=len(entries))
     _demand((children == entries.children).all(), "children are miscounted")
+    _demand(_parents_end(entries), "published entries stand on each other in a circle")
     snapshots = shown[entries.form[shown] == Form.SNAPSHOT]
     under = entries.parent[snapshots]
     _demand(
@@ -141,3 +145,11 @@ def _check_published(entries: Entries) -> None:
     )
     standing = np.count_nonzero(entries.snapshot != NONE)
     _demand(standing == snapshots.size, "a block names a snapshot that is not published on it")
+
+
+def _parents_end(entries: Entries) -> bool:
+    """Whether following parents comes to an end everywhere; jumps twice as far each time."""
+    above = np.append(entries.parent, NONE)
+    for _ in range(len(entries).bit_length()):
+        above = above[above]
+    return bool((above == NONE).all())

@@ -20,7 +20,7 @@ from hybridkv.blocks.allocator import Allocator
 from hybridkv.blocks.entries import Form, Tier, kind_bits
 from hybridkv.blocks.eviction import EvictionPolicy, SecondsPerByte
 from hybridkv.blocks.leases import Receipt
-from hybridkv.blocks.pools import NoRoom, PoolSizes
+from hybridkv.blocks.pools import NeverFits, NoRoom, PoolSizes
 from hybridkv.blocks.transitions import TierState
 from hybridkv.engine.generate import check_prompt
 from hybridkv.engine.numerics import numerics_id
@@ -41,9 +41,6 @@ from hybridkv.state.batch import DecodeBatch, StepOptions
 from hybridkv.state.cache import Cache
 from hybridkv.state.capacity import Capacity
 from hybridkv.state.snapshot import Snapshots, snapshot_bytes
-
-HALF_LIFE_SECONDS = 300.0
-"""Time without a use after which the uses of an entry count half."""
 
 
 class NoSlot(RuntimeError):  # noqa: N818 - a condition to wait out, not a fault
@@ -212,9 +209,9 @@ class Runner:
         if not self._free:
             raise NoSlot(f"all {self.sizes.capacity.slots} slots are taken")
         chain = chain or self.chain(prompt, namespace=namespace)
-        if chain.length != len(prompt):
+        if not np.array_equal(chain.tokens, prompt):
             raise UserError(
-                f"the chain holds {chain.length} tokens and the prompt {len(prompt)}: extend the "
+                f"the chain's {chain.length} tokens are not the prompt's {len(prompt)}: extend the "
                 "chain by the new tokens first"
             )
         if chain.root != self.identity.root(namespace):
@@ -252,11 +249,19 @@ class Runner:
     def _hold(self, plan: Plan | Miss, tokens: int) -> tuple[Receipt, Receipt]:
         """Leases what the plan shares and reserves the rest, or neither."""
         allocator, empty = self.allocator, np.empty(0, np.int32)
+        total = cdiv(tokens, self.model.geometry.block_tokens)
+        if total > self.sizes.capacity.blocks:  # shared blocks count too: nothing frees them
+            raise NeverFits(
+                tier=Tier.DEVICE,
+                form=Form.BLOCK,
+                needed=total,
+                capacity=self.sizes.capacity.blocks,
+            )
         if isinstance(plan, Plan):
             shared = allocator.lease(plan.entries, plan.generations)
         else:
             shared = allocator.lease(empty)
-        blocks = cdiv(tokens, self.model.geometry.block_tokens) - len(shared.entries)
+        blocks = total - len(shared.entries)
         snapshot = self._lease_snapshot(plan)
         try:
             reservation = allocator.reserve(blocks=blocks)
@@ -270,6 +275,8 @@ class Runner:
         own = allocator.take(reservation, Form.BLOCK, blocks)
         allocator.cancel(reservation)
         allocator.touch(shared.entries)
+        if snapshot is not None:
+            allocator.touch(snapshot.entries)
         return shared, own
 
     def _lease_snapshot(self, plan: Plan | Miss) -> Receipt | None:
@@ -277,7 +284,6 @@ class Runner:
             return None
         entry = np.array([plan.snapshot], np.int32)
         generation = np.array([plan.snapshot_generation], np.uint32)
-        self.allocator.touch(entry)
         return self.allocator.lease(entry, generation)
 
     def _seat(self, sequence: Sequence) -> None:
@@ -366,7 +372,8 @@ class Runner:
         if len(self.directory.find(sequence.chain).entries) >= shared:
             self.directory.publish(sequence.chain, shared, whole)
         self._publish_snapshots(sequence)
-        self._note(sequence.namespace, sequence.chain.tokens[: sequence.computed])
+        computed = min(sequence.computed, sequence.prompt_tokens)
+        self._note(sequence.namespace, sequence.chain.tokens[:computed])
 
     def _publish_snapshots(self, sequence: Sequence) -> None:
         block = self.model.geometry.block_tokens
@@ -384,6 +391,11 @@ class Runner:
         ids, active = np.zeros(slots, np.int32), np.zeros(slots, bool)
         for sequence, token in tokens.items():
             self._check_running(sequence)
+            if sequence.computed < sequence.prompt_tokens:
+                raise UserError(
+                    f"{sequence.prompt_tokens - sequence.computed} tokens of the prompt are not "
+                    "computed yet: call prefill(sequence) first"
+                )
             if sequence.computed >= self._room(sequence):
                 raise UserError(
                     f"the sequence has no room for another token: it was started for "
@@ -439,7 +451,6 @@ def seconds_per_byte(geometry: Geometry, tile: int, cost: CostModel) -> SecondsP
         block_bytes=geometry.block_bytes,
         snapshot_seconds=replay,
         snapshot_bytes=state,
-        half_life=HALF_LIFE_SECONDS,
     )
 
 

@@ -327,7 +327,10 @@ def _why_unmatched(match: Match) -> tuple[Cause, Kind | None]:
     if match.blame is None:
         return Cause.NEVER_PUBLISHED, None
     cause, _, kind = match.blame.partition(":")
-    return Cause(cause), Kind(kind) if kind else None
+    known = cause in {each.value for each in Cause}
+    named = kind in {each.value for each in Kind}
+    # Whoever withdraws may give any reason; one that is none of the causes is a decision.
+    return Cause(cause) if known else Cause.POLICY, Kind(kind) if named else None
 
 
 def _why_no_state(search: _Search, found: Intersection) -> tuple[Cause, Kind | None]:

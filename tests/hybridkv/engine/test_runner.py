@@ -135,7 +135,7 @@ def test_a_growing_conversation_hashes_only_what_is_new(runner):
     chain.extend(prompt(40, seed=20))
     second, _ = run(runner, chain.tokens.astype(np.int32), namespace="talk", chain=chain)
     assert (first.start, second.start) == (0, 32)
-    with pytest.raises(UserError, match="extend the chain"):
+    with pytest.raises(UserError, match="are not the prompt"):
         runner.start(prompt(90, seed=19), chain=chain)
     with pytest.raises(UserError, match="not of namespace 'other'"):
         runner.start(chain.tokens.astype(np.int32), chain=chain, namespace="other")
