@@ -1,20 +1,30 @@
 """Proves the library on your own device.
 
+    python scripts/verify.py restore --cells 500
+    python scripts/verify.py poison | knockout | explore
     python scripts/verify.py oracle tests/data/oracle/tiny_a
 
-``oracle DIR`` compares a model's logits with those that another implementation computed.
+``restore`` compares digests of logits after a restore with those of a cold run, over random
+prompts, every resume position, copied and replayed state, with and without other sequences at work.
+``poison`` does so with NaN in every byte that nothing owns. ``knockout`` takes away each kind of
+state: the plan must be shorter and blame it, and going on regardless must change the logits.
+``explore`` visits every reachable state of the bookkeeping of a small world. ``oracle DIR``
+compares a model's logits with those that another implementation computed.
 """
 
 import argparse
 import pathlib
 import sys
+import time
 from typing import Any
 
 import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
+import verify_restore
 from flax import nnx
+from hybridkv.blocks.explore import explore
 
 from hybridkv.arithmetic import cdiv
 from hybridkv.engine.steps import Steps, prompt_tiles
@@ -162,6 +172,68 @@ def _report_oracle(
     return 0 if ok else 1
 
 
+def restore_cells(args: argparse.Namespace) -> int:
+    """The ``restore`` and ``poison`` subcommands."""
+    check = {"restore": verify_restore.restore, "poison": verify_restore.poison}[args.command]
+    models = args.model or ["deepseek_v4", "llama"]
+    results = {model: check(model, args.cells // len(models), args.seed) for model in models}
+    ok = verify_restore.report_cells(
+        f"{args.command} on {command_line.device_name()}: digests of logits against cold runs",
+        results,
+    )
+    return _finish(args, ok, {"cells": results})
+
+
+def knockout(args: argparse.Namespace) -> int:
+    """The ``knockout`` subcommand."""
+    rows = verify_restore.knockout(args.seed, args.repeats)
+    command_line.print_table(
+        f"knockout on {command_line.device_name()}, {args.repeats} prompts a part",
+        ["part", "kind", "plan shorter", "kind blamed", "equal to cold", "unguarded: changed"],
+        [
+            (
+                row["part"],
+                row["kind"],
+                *("yes" if row[key] else "NO" for key in ("shorter", "blamed", "equal")),
+                f"{row['changed_unguarded']} of {row['repeats']}",
+            )
+            for row in rows
+        ],
+    )
+    ok = all(
+        row["shorter"] and row["blamed"] and row["equal"] and row["changed_unguarded"]
+        for row in rows
+    )
+    return _finish(args, ok, {"rows": rows})
+
+
+def explore_world(args: argparse.Namespace) -> int:
+    """The ``explore`` subcommand."""
+    began = time.perf_counter()
+    found = explore()
+    seconds = time.perf_counter() - began
+    command_line.print_table(
+        "every reachable state of 2 blocks, 1 snapshot, 2 requests and 3 tiers, all invariants "
+        "checked after each event",
+        ["states", "transitions", "events refused", "seconds"],
+        [(found.states, found.transitions, found.refused, f"{seconds:.1f}")],
+    )
+    result = {"states": found.states, "transitions": found.transitions, "refused": found.refused}
+    return _finish(args, True, result)
+
+
+def _finish(args: argparse.Namespace, ok: bool, result: dict[str, Any]) -> int:
+    command_line.write_json(args.json, {"ok": ok, "device": command_line.device_name(), **result})
+    return 0 if ok else 1
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
 def main() -> int:
     """Dispatches to the subcommand."""
     parser = argparse.ArgumentParser(
@@ -173,6 +245,25 @@ def main() -> int:
     parser_oracle.add_argument("--tile", type=int, action="append", help="only these tile sizes")
     parser_oracle.add_argument("--json", metavar="FILE", help="write the result here too")
     parser_oracle.set_defaults(run=oracle)
+    for name, count, what in (
+        ("restore", 500, "restored against cold runs, bit for bit"),
+        ("poison", 200, "the same with NaN in every unused byte"),
+    ):
+        cells = commands.add_parser(name, help=what)
+        cells.add_argument("--cells", type=_positive, default=count, help="about so many")
+        cells.add_argument(
+            "--model", action="append", choices=["deepseek_v4", "llama"], help="only these"
+        )
+        cells.set_defaults(run=restore_cells)
+    parts = commands.add_parser("knockout", help="each kind of state removed")
+    parts.add_argument("--repeats", type=_positive, default=4, help="prompts a part")
+    parts.set_defaults(run=knockout)
+    commands.add_parser("explore", help="all states of a small world").set_defaults(
+        run=explore_world
+    )
+    for command in ("restore", "poison", "knockout", "explore"):
+        commands.choices[command].add_argument("--seed", type=int, default=0)
+        commands.choices[command].add_argument("--json", metavar="FILE", help="write it here too")
     args = parser.parse_args(sys.argv[1:])
     command_line.use_compilation_cache()
     return args.run(args)
