@@ -6,7 +6,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check
 # Test workers; compilation, which dominates, is mostly single-threaded.
 JOBS ?= 2
 
-.PHONY: demo test test-next lint format train clean
+.PHONY: demo test test-next lint format train mutants clean
 
 demo: .venv/.base
 	$(BIN)/python scripts/decode.py --file data/scene.txt --echo --max-new-tokens 400 \
@@ -28,6 +28,10 @@ lint: .venv/.dev
 format: .venv/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Seeds faults one at a time and shows which test catches each.
+mutants: .venv/.dev
+	$(BIN)/python scripts/mutants.py --jobs $(JOBS) --json docs/verification/mutants.json
 
 # Makes such a model as the shipped one in runs/export (driven by time: not the same bits).
 train: .venv/.dev

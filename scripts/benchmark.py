@@ -1,30 +1,34 @@
 """Measures speed as ratios within one run.
 
     python scripts/benchmark.py decode --peer transformers --json docs/benchmarks/decode.json
+    python scripts/benchmark.py control --peer vllm sglang --json docs/benchmarks/control.json
+    python scripts/benchmark.py reuse --peer llama.cpp --json docs/benchmarks/reuse.json
 
 ``decode``: prefill and decode rates and cache bytes per token of a random 43 M model, and the cost
-of a decode step as the context grows. Rounds of the two sides alternate; medians count.
+of a decode step as the context grows. ``control``: planning against a million blocks.
+``reuse``: time to first token when prompts share a beginning. Rounds of the sides alternate;
+medians count.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 import time
 from typing import Any
 
+import benchmark_control
+import benchmark_reuse
 import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from peer_process import PeerProcess
 
 from hybridkv.engine.steps import Steps, prompt_tiles
-from hybridkv.errors import UserError
 from hybridkv.state.batch import DecodeBatch, StepOptions
 from hybridkv.state.cache import Cache, assign_in_order
 from hybridkv.state.capacity import Capacity
@@ -114,54 +118,37 @@ class Ours:
         return {"seconds": seconds, "logits": out}
 
 
-class Peer:
-    """A peer process; see ``peers/transformers_peer.py``."""
+PEERS = {"transformers": "transformers_peer.py", "llama.cpp": "llama_cpp_peer.py"}
 
-    def __init__(self, python: str, folder: str, threads: int) -> None:
-        script = pathlib.Path(__file__).parent / "peers" / "transformers_peer.py"
-        self.process = subprocess.Popen(
-            [python, "-W", "ignore", str(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+
+class Peer(PeerProcess):
+    """A peer process; see ``peers/transformers_peer.py`` and ``peers/llama_cpp_peer.py``."""
+
+    def __init__(self, name: str, python: str, folder: str, threads: int) -> None:
+        super().__init__(
+            python,
+            PEERS[name],
+            {"folder": folder, "threads": threads},
+            "install the peers extra (pip install 'hybridkv[peers]') or name a Python that has it "
+            "with --peer-python",
         )
-        try:
-            self.about = self._ask({"folder": folder, "threads": threads})
-        except UserError:
-            self.close()
-            raise
-
-    def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # then it has said why, below
-            self.process.stdin.write(json.dumps(command) + "\n")
-            self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        answer = json.loads(line) if line else {"error": f"it ended at {command.get('call')}"}
-        if "error" in answer:
-            raise UserError(
-                f"the peer cannot run ({answer['error']}): install the peers extra "
-                "(pip install 'hybridkv[peers]') or name a Python that has it with --peer-python"
-            )
-        return answer
 
     def prefill(self, ids: np.ndarray) -> dict[str, Any]:
         """Consumes a prompt into an empty cache."""
-        return self._ask({"call": "prefill", "ids": ids.tolist()})
+        return self.ask({"call": "prefill", "ids": ids.tolist()})
 
     def decode(self, ids: np.ndarray) -> dict[str, Any]:
         """Consumes tokens one by one."""
-        return self._ask({"call": "decode", "ids": ids.tolist()})
+        return self.ask({"call": "decode", "ids": ids.tolist()})
+
+    def prompt(self, ids: np.ndarray, *, reuse: bool) -> dict[str, Any]:
+        """Time to the first token of a prompt, with the peer's own prefix reuse or without."""
+        answer = self.ask({"call": "prompt", "ids": ids.tolist(), "reuse": reuse})
+        return {"seconds": answer["first_token_seconds"], "reused": answer["cached"]}
 
     def cache_bytes(self) -> int:
         """Bytes the cache holds now."""
-        return self._ask({"call": "cache_bytes"})["bytes"]
-
-    def close(self) -> None:
-        """Ends the process."""
-        self.process.kill()
-        self.process.communicate()
+        return self.ask({"call": "cache_bytes"})["bytes"]
 
 
 def median(values: list[float]) -> float:
@@ -254,7 +241,7 @@ def decode(args: argparse.Namespace) -> int:
         (pathlib.Path(folder) / "config.json").write_text(json.dumps(MODEL))
         if args.peer:
             save_safetensors(model, pathlib.Path(folder) / "model.safetensors")
-            peer = Peer(args.peer_python, folder, os.cpu_count() or 1)
+            peer = Peer(args.peer, args.peer_python, folder, os.cpu_count() or 1)
         try:
             ours = Ours(runtime, args.tile, max(args.longest, args.context) + 512)
             rates = measure_rates(ours, peer, args, rng)
@@ -311,6 +298,76 @@ def _report_decode(result: dict[str, Any]) -> None:
     )
 
 
+CONTROL_BARS = {
+    "plan_cold_hashing_ms": ("plan of 1,048,576 tokens, hashed anew, ms", 20.0),
+    "plan_last_block_new_ms": ("the same when only the last block is new, ms", 3.0),
+    "reserve_lease_free_ms": ("reserve, lease and free 8,192 blocks, ms", 3.0),
+    "bytes_an_entry": ("bytes an entry", 200.0),
+}
+
+
+def control(args: argparse.Namespace) -> int:
+    """The ``control`` subcommand."""
+    result = {"cores": os.cpu_count(), **benchmark_control.measure(args)}
+    peers = result["peers"]
+    columns = [f"{name} {peer['version']}" for name, peer in peers.items()]
+    command_line.print_table(
+        f"bookkeeping with {result['blocks_published']:,} published blocks",
+        ["what", "hybridkv", "bar", *(c for name in columns for c in (name, "ratio"))],
+        [
+            (
+                name,
+                f"{result[key]:.2f}",
+                f"{bar:g}",
+                *(
+                    cell
+                    for peer in peers.values()
+                    for cell in (f"{peer[key]:.2f}", f"{peer['ratio'][key]:.2f}x")
+                ),
+            )
+            for key, (name, bar) in CONTROL_BARS.items()
+        ],
+    )
+    command_line.write_json(args.json, result)
+    return 0
+
+
+def reuse(args: argparse.Namespace) -> int:
+    """The ``reuse`` subcommand."""
+    model = DeepseekV4(parse_config(MODEL), nnx.Rngs(args.seed))
+    peer = None
+    with tempfile.TemporaryDirectory() as folder:
+        if args.peer:
+            (pathlib.Path(folder) / "config.json").write_text(json.dumps(MODEL))
+            save_safetensors(model, pathlib.Path(folder) / "model.safetensors")
+            peer = Peer(args.peer, args.peer_python, folder, os.cpu_count() or 1)
+        try:
+            result = benchmark_reuse.measure(DeepseekV4Runtime(model), peer, args)
+        finally:
+            if peer:
+                peer.close()
+    result["peer"] = peer.about if peer else None
+    command_line.print_table(
+        f"time to first token of {result['tokens']} tokens on {command_line.device_name()}",
+        ["side", "shared", "request", "reused", "seconds", "of cold", "snapshots", "MB of them"],
+        [
+            (
+                row["side"],
+                row["shared"],
+                row["request"],
+                row["reused"],
+                f"{row['seconds']:.3f}",
+                f"{row['share_of_cold']:.3f}",
+                row.get("snapshots", "-"),
+                f"{row['snapshot_bytes'] / 1e6:.1f}" if "snapshot_bytes" in row else "-",
+            )
+            for row in result["rows"]
+        ],
+    )
+    command_line.write_json(args.json, {"device": command_line.device_name(), **result})
+    return 0
+
+
 def main() -> int:
     """Dispatches to the subcommand."""
     parser = argparse.ArgumentParser(
@@ -328,6 +385,29 @@ def main() -> int:
     one.add_argument("--seed", type=int, default=0)
     one.add_argument("--json", metavar="FILE", help="write the result here too")
     one.set_defaults(run=decode)
+    two = commands.add_parser("control", help="planning and block bookkeeping, no model")
+    two.add_argument("--blocks", type=int, default=1_000_000, help="entries of the directory")
+    two.add_argument("--repeats", type=int, default=11, help="rounds, whose medians count")
+    two.add_argument(
+        "--peer",
+        nargs="+",
+        default=[],
+        choices=benchmark_control.PEERS,
+        help="measure these in turn with ours",
+    )
+    two.add_argument("--peer-python", default=sys.executable, help="a Python that has the peers")
+    two.set_defaults(run=control)
+    three = commands.add_parser("reuse", help="time to first token with shared beginnings")
+    three.add_argument("--rounds", type=int, default=3)
+    three.add_argument("--tile", type=int, default=128)
+    three.add_argument("--peer", choices=["llama.cpp"], help="measure it in turn with ours")
+    three.add_argument(
+        "--peer-python", default=sys.executable, help="a Python with the peers extra"
+    )
+    three.set_defaults(run=reuse)
+    for some in (two, three):
+        some.add_argument("--seed", type=int, default=0)
+        some.add_argument("--json", metavar="FILE", help="write the result here too")
     args = parser.parse_args(sys.argv[1:])
     command_line.use_compilation_cache()
     return args.run(args)

@@ -1,19 +1,22 @@
 """Times the bookkeeping: planning a long prompt against a large directory, and moving its blocks.
 
-No model runs. The directory is filled with chains of random tokens under V4-Flash's geometry.
+No model runs. The directory is filled with chains of random tokens under V4-Flash's geometry. Peers
+do the same in processes of their own; a round runs each figure once on every side.
 """
 
 import argparse
+import contextlib
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from peer_process import PeerProcess
 
 from hybridkv.blocks.allocator import Allocator
 from hybridkv.blocks.entries import Form, Tier, kind_bits
 from hybridkv.blocks.eviction import LeastRecentlyUsed
 from hybridkv.blocks.pools import PoolSizes
+from hybridkv.errors import UserError
 from hybridkv.geometry import Geometry, LayerGeometry
 from hybridkv.prefixes.directory import Directory
 from hybridkv.prefixes.hashing import TokenChain
@@ -23,6 +26,14 @@ from hybridkv.prefixes.plan import Plan, PlanOptions, plan_prefix
 
 PROMPT_TOKENS = 2**20
 VOCAB = 129_280
+CHAIN_BLOCKS = 1024
+PEERS = ("vllm", "sglang")
+FIGURES = {
+    "plan": "plan_cold_hashing_ms",
+    "plan_again": "plan_last_block_new_ms",
+    "move": "reserve_lease_free_ms",
+}
+"""Commands of both sides, and what their medians are called."""
 
 
 def flash() -> Geometry:
@@ -82,61 +93,107 @@ class Shelf:
             self.store(self.rng.integers(0, VOCAB, tokens, dtype=np.uint32))
 
 
-def milliseconds(function: Callable[[], Any], repeats: int) -> float:
-    """Median of ``repeats`` calls."""
-    seconds = []
-    for _ in range(repeats):
+class Ours:
+    """The prompt without its last block is stored, with a snapshot at its end."""
+
+    def __init__(self, blocks: int, seed: int) -> None:
+        self.geometry, rng = flash(), np.random.default_rng(seed)
+        self.size = self.geometry.block_tokens
+        self.count = PROMPT_TOKENS // self.size
+        if blocks < 2 * self.count:
+            raise UserError(f"--blocks is {blocks}: give at least {2 * self.count}")
+        self.options = PlanOptions(tile=self.size)
+        self.shelf = Shelf(self.geometry, blocks, rng)
+        self.ids = rng.integers(0, VOCAB, PROMPT_TOKENS, dtype=np.uint32)
+        self.shelf.store(self.ids[: -self.size], snapshot=True)
+        self.shelf.fill(blocks - 2 * self.count, CHAIN_BLOCKS)
+
+    def _look_up(self, chain: TokenChain) -> int:
+        found = plan_prefix(self.shelf.directory, chain, self.geometry, self.options)
+        assert isinstance(found, Plan)
+        return found.start
+
+    def ask(self, command: dict[str, Any]) -> dict[str, Any]:
+        """The same commands as ``peers/control_peer.py``."""
+        return getattr(self, command["call"])()
+
+    def plan(self) -> dict[str, Any]:
+        """Plans the whole prompt as a new chain; hashing included."""
         began = time.perf_counter()
-        function()
-        seconds.append(time.perf_counter() - began)
-    return 1e3 * float(np.median(seconds))
+        chain = self.shelf.directory.chain(vocab_size=VOCAB)
+        chain.extend(self.ids)
+        tokens = self._look_up(chain)
+        return {"seconds": time.perf_counter() - began, "tokens": tokens}
+
+    def plan_again(self) -> dict[str, Any]:
+        """Plans it when all but the last block of the chain was looked up before."""
+        chain = self.shelf.directory.chain(vocab_size=VOCAB)
+        chain.extend(self.ids[: -self.size])
+        self.shelf.directory.find(chain)
+        began = time.perf_counter()
+        chain.extend(self.ids[-self.size :])
+        tokens = self._look_up(chain)
+        return {"seconds": time.perf_counter() - began, "tokens": tokens}
+
+    def move(self) -> dict[str, Any]:
+        """Reserves and takes the prompt's blocks, leases them once more and frees them."""
+        allocator = self.shelf.allocator
+        began = time.perf_counter()
+        reservation = allocator.reserve(blocks=self.count)
+        receipt = allocator.take(reservation, Form.BLOCK, self.count)
+        allocator.cancel(reservation)
+        again = allocator.lease(receipt.entries, receipt.generations)
+        allocator.release(again)
+        allocator.release(receipt)
+        return {"seconds": time.perf_counter() - began}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All figures, in milliseconds and bytes."""
-    geometry, rng = flash(), np.random.default_rng(args.seed)
-    count = PROMPT_TOKENS // geometry.block_tokens
-    shelf = Shelf(geometry, args.blocks, rng)
-    ids = rng.integers(0, VOCAB, PROMPT_TOKENS, dtype=np.uint32)
-    shelf.store(ids[: -geometry.block_tokens], snapshot=True)
-    shelf.fill(args.blocks - 2 * count, 1024)
-    options = PlanOptions(tile=geometry.block_tokens)
-
-    def plan(chain: TokenChain) -> Plan:
-        found = plan_prefix(shelf.directory, chain, geometry, options)
-        assert isinstance(found, Plan)
-        assert found.start == PROMPT_TOKENS - geometry.block_tokens, found.explain()
-        return found
-
-    def cold() -> None:
-        chain = shelf.directory.chain(vocab_size=VOCAB)
-        chain.extend(ids)
-        plan(chain)
-
-    grown: list[float] = []
-    for _ in range(args.repeats):
-        chain = shelf.directory.chain(vocab_size=VOCAB)
-        chain.extend(ids[: -geometry.block_tokens])
-        shelf.directory.find(chain)
-        began = time.perf_counter()
-        chain.extend(ids[-geometry.block_tokens :])
-        plan(chain)
-        grown.append(time.perf_counter() - began)
-
-    def move() -> None:
-        reservation = shelf.allocator.reserve(blocks=count)
-        receipt = shelf.allocator.take(reservation, Form.BLOCK, count)
-        shelf.allocator.cancel(reservation)
-        again = shelf.allocator.lease(receipt.entries, receipt.generations)
-        shelf.allocator.release(again)
-        shelf.allocator.release(receipt)
-
-    held = shelf.allocator.entries.nbytes + shelf.directory.nbytes
+    """All figures, in milliseconds and bytes; a peer's ratio is its figure over ours."""
+    if args.repeats < 1:
+        raise UserError(f"--repeats is {args.repeats}: give at least 1")
+    ours = Ours(args.blocks, args.seed)
+    start = {
+        "blocks": args.blocks,
+        "prompt_blocks": ours.count,
+        "chain_blocks": CHAIN_BLOCKS,
+        "block_tokens": ours.size,
+        "vocab": VOCAB,
+        "seed": args.seed,
+    }
+    sides: dict[str, Any] = {"hybridkv": ours}
+    with contextlib.ExitStack() as stack:
+        for name in dict.fromkeys(args.peer):
+            remedy = (
+                f"pip install -r scripts/peers/control_peer.txt, pip install --no-deps {name}, and "
+                "name the Python that has them with --peer-python"
+            )
+            peer = PeerProcess(args.peer_python, "control_peer.py", {"peer": name, **start}, remedy)
+            stack.callback(peer.close)
+            sides[name] = peer
+        seconds: dict[str, dict[str, list[float]]] = {n: {c: [] for c in FIGURES} for n in sides}
+        for _ in range(args.repeats):
+            for call in FIGURES:
+                for name, side in sides.items():
+                    answer = side.ask({"call": call})
+                    found = answer.get("tokens", PROMPT_TOKENS - ours.size)
+                    assert found == PROMPT_TOKENS - ours.size, (name, call, found)
+                    seconds[name][call].append(answer["seconds"])
+    figures = {
+        name: {FIGURES[call]: 1e3 * float(np.median(values)) for call, values in calls.items()}
+        for name, calls in seconds.items()
+    }
+    entries = ours.shelf.allocator.entries
+    mine = figures.pop("hybridkv") | {
+        "bytes_an_entry": (entries.nbytes + ours.shelf.directory.nbytes) / len(entries)
+    }
+    peers = {name: {**sides[name].about, **its} for name, its in figures.items()}
+    for its in peers.values():
+        its["ratio"] = {key: its[key] / value for key, value in mine.items()}
     return {
-        "blocks_published": len(shelf.directory),
-        "prompt_blocks": count,
-        "plan_cold_hashing_ms": milliseconds(cold, args.repeats),
-        "plan_last_block_new_ms": 1e3 * float(np.median(grown)),
-        "reserve_lease_free_ms": milliseconds(move, args.repeats),
-        "bytes_an_entry": held / len(shelf.allocator.entries),
+        "blocks_published": len(ours.shelf.directory),
+        "prompt_blocks": ours.count,
+        "repeats": args.repeats,
+        **mine,
+        "peers": peers,
     }

@@ -1,5 +1,6 @@
 """What fixes the bits of a tile step, as an id: stored rows may be read only where it is equal."""
 
+import dataclasses
 import hashlib
 import importlib.metadata
 
@@ -24,6 +25,7 @@ def numerics_id(model: StepModel, options: StepOptions) -> str:
     """
     tokens = REFERENCE_TILES * options.tile
     capacity = Capacity.for_tokens(model.geometry, tokens=tokens, slots=options.lanes)
+    options = dataclasses.replace(options, all_logits=False)
     steps = Steps(model, options)
     cache = Cache.abstract(model.geometry, capacity)
     text = steps.lower_tile(idle_tile(options, capacity.slots), cache)

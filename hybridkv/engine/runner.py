@@ -169,7 +169,15 @@ class Runner:
         return chain
 
     def plan(self, chain: TokenChain, *, namespace: str = "") -> Plan | Miss:
-        """What would be reused now. Changes nothing."""
+        """What would be reused now. Changes nothing.
+
+        Raises:
+          UserError: the chain is of another namespace.
+        """
+        if chain.root != self.identity.root(namespace):
+            raise UserError(
+                f"the chain is not of namespace {namespace!r}: pass the namespace it was made for"
+            )
         ideal = None
         if self.ledger is not None:
             ideal = min(self.ledger.longest(namespace, chain.tokens), chain.length - 1)
@@ -213,10 +221,6 @@ class Runner:
             raise UserError(
                 f"the chain's {chain.length} tokens are not the prompt's {len(prompt)}: extend the "
                 "chain by the new tokens first"
-            )
-        if chain.root != self.identity.root(namespace):
-            raise UserError(
-                f"the chain is not of namespace {namespace!r}: pass the namespace it was made for"
             )
         plan = self.plan(chain, namespace=namespace)
         shared, own = self._hold(plan, len(prompt) + max_new_tokens)

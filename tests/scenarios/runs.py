@@ -13,7 +13,6 @@ from toy import TOY, digest, toy_options, toy_runtime
 
 from hybridkv.blocks.entries import Form, Tier
 from hybridkv.blocks.invariants import check
-from hybridkv.blocks.transitions import TierState
 from hybridkv.engine.runner import Runner, RunnerOptions, Sequence
 from hybridkv.geometry import Geometry
 from hybridkv.prefixes.identity import Identity
@@ -172,13 +171,6 @@ class Bench:
             cache, compressed=spoil(cache.compressed), indexer=spoil(cache.indexer)
         )
 
-    def spoil_all_but(self, entries: np.ndarray) -> None:
-        """NaN in every block that is not one of these entries', and is not whole elsewhere."""
-        columns = self.runner.allocator.entries
-        kept = np.zeros(self.runner.sizes.capacity.blocks, bool)
-        kept[columns.place[Tier.DEVICE, entries]] = True
-        self.spoil_blocks(np.flatnonzero(~kept))
-
 
 class CountingModel:
     """Counts tokens and computes nothing: all bookkeeping at full speed."""
@@ -256,13 +248,6 @@ def lost(plan: Plan | Miss) -> dict[tuple[str, str | None], int]:
 
 def used(runner: Runner, form: Form = Form.BLOCK) -> int:
     return runner.allocator.pools[Tier.DEVICE][form].used
-
-
-def whole_blocks(runner: Runner) -> np.ndarray:
-    """Entries of all blocks that are PRESENT on the device."""
-    columns = runner.allocator.entries
-    present = columns.state[Tier.DEVICE] == TierState.PRESENT
-    return np.flatnonzero(present & (columns.form == Form.BLOCK))
 
 
 def assert_at_rest(runner: Runner) -> None:

@@ -5,6 +5,7 @@ import pytest
 from shelves import Shelf
 
 from hybridkv.blocks.pools import NoRoom
+from hybridkv.errors import UserError
 from hybridkv.prefixes.plan import Miss
 from hybridkv.prefixes.policy import DEFAULT
 from scenarios.runs import (
@@ -104,6 +105,15 @@ def test_what_is_said_to_be_computed_was_computed():
     runner.finish(sequence)
     assert runner.plan(chain).ideal == 40
     assert_at_rest(runner)
+
+
+def test_a_plan_is_blamed_in_the_namespace_of_its_chain():
+    runner = counting_runner(blocks=20)
+    ids = tokens(64, 1)
+    request(runner, ids, namespace="a")
+    chain = runner.chain(ids, namespace="a")
+    with pytest.raises(UserError):
+        runner.plan(chain, namespace="b")
 
 
 def test_a_policy_that_writes_nothing_is_told_from_a_state_that_was_evicted():

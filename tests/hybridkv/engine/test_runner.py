@@ -214,6 +214,7 @@ def test_the_numerics_id_depends_on_what_fixes_bits_and_not_on_capacity():
     assert base == numerics_id(RUNTIME, OPTIONS)
     assert base != numerics_id(RUNTIME, dataclasses.replace(OPTIONS, key_block=8))
     assert base != numerics_id(RUNTIME, dataclasses.replace(OPTIONS, tile=32))
+    assert base == numerics_id(RUNTIME, dataclasses.replace(OPTIONS, all_logits=False))
 
 
 def test_nothing_compiles_after_warm_up(runner):
