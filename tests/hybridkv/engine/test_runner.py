@@ -152,11 +152,14 @@ def test_no_free_slot_is_said_and_nothing_is_held():
 
 def test_too_little_room_now_is_told_from_a_prompt_that_never_fits():
     runner = make(blocks=10, per_sequence=14)
+    run(runner, prompt(40, seed=2))
     held = runner.start(prompt(100, seed=1))
     before = runner.allocator.entries.leases.copy()
+    receipts = set(runner.allocator.leases.open)
     with pytest.raises(NoRoom):
         runner.start(prompt(100, seed=2))
     np.testing.assert_array_equal(runner.allocator.entries.leases, before)
+    assert set(runner.allocator.leases.open) == receipts
     with pytest.raises(NeverFits, match="never fit DEVICE"):
         runner.start(prompt(180, seed=2))
     np.testing.assert_array_equal(runner.allocator.entries.leases, before)

@@ -565,3 +565,17 @@ def test_long_turnover_against_a_plain_model():
         world.allocator.release(receipt)
         blocks = columns.published & (columns.form == Form.BLOCK)
         assert len(world.directory) == np.count_nonzero(blocks)
+
+
+def test_a_block_behind_another_one_is_not_found_although_digest_and_tokens_agree():
+    """Under a hash that forgets what came before, only the parent tells two prefixes apart."""
+
+    def forgetful(previous, tokens):
+        del previous
+        return hashlib.sha256(tokens).digest()
+
+    world = World(hash_block=forgetful)
+    world.publish([1, 1, 1, 1, 5, 6, 7, 8])
+    world.publish([2, 2, 2, 2])
+    found = world.directory.find(world.chain([2, 2, 2, 2, 5, 6, 7, 8]))
+    assert found.entries.size == 1

@@ -1,0 +1,71 @@
+"""What a start holds while it makes room, and that a start that is refused holds nothing."""
+
+import numpy as np
+import pytest
+from toy import prompt, toy_options, toy_runtime
+
+from hybridkv.blocks.pools import NoRoom
+from hybridkv.engine.runner import Runner, RunnerOptions
+from hybridkv.prefixes.identity import Identity
+from hybridkv.prefixes.plan import Plan
+from hybridkv.state.capacity import Capacity
+
+TILE = 16
+
+
+@pytest.fixture(scope="module")
+def runner():
+    runtime = toy_runtime()
+    capacity = Capacity(blocks=10, slots=2, blocks_per_sequence=10)
+    return Runner(
+        runtime,
+        toy_options(tile=TILE),
+        RunnerOptions(capacity=capacity, snapshots=4, debug=True),
+        identity=Identity.of_geometry(runtime.geometry, weights="toy", numerics="here"),
+    )
+
+
+def store(runner, ids, namespace):
+    sequence = runner.start(ids, namespace=namespace)
+    runner.prefill(sequence)
+    runner.finish(sequence)
+
+
+def test_a_start_that_finds_too_little_room_gives_its_shared_blocks_back(runner):
+    ids = prompt(64, seed=31)
+    store(runner, ids, "refused")
+    held = runner.start(prompt(90, seed=32), namespace="other")
+    longer = np.concatenate([ids, prompt(60, seed=33)])
+    found = runner.plan(runner.chain(longer, namespace="refused"), namespace="refused")
+    assert isinstance(found, Plan)
+    assert len(found.entries) == 4
+    before, receipts = runner.allocator.entries.leases.copy(), set(runner.allocator.leases.open)
+    for _ in range(2):
+        with pytest.raises(NoRoom):
+            runner.start(longer, namespace="refused")
+    np.testing.assert_array_equal(runner.allocator.entries.leases, before)
+    assert set(runner.allocator.leases.open) == receipts
+    assert not runner.allocator.reservations.left
+    runner.finish(held)
+    runner.finish(runner.start(longer, namespace="refused"))
+
+
+def test_blocks_and_snapshot_of_a_plan_are_leased_while_room_is_made(runner, monkeypatch):
+    ids = prompt(64, seed=34)
+    store(runner, ids, "held")
+    longer = np.concatenate([ids, prompt(20, seed=35)])
+    plan = runner.plan(runner.chain(longer, namespace="held"), namespace="held")
+    assert isinstance(plan, Plan)
+    assert plan.snapshot >= 0
+    named, reserve, seen = [*plan.entries, plan.snapshot], runner.allocator.reserve, []
+
+    def watched(**counts):
+        seen.append(runner.allocator.entries.leases[named].tolist())
+        return reserve(**counts)
+
+    monkeypatch.setattr(runner.allocator, "reserve", watched)
+    sequence = runner.start(longer, namespace="held")
+    monkeypatch.undo()
+    assert seen == [[1] * len(named)]
+    runner.finish(sequence)
+    assert (runner.allocator.entries.leases == 0).all()
