@@ -34,6 +34,7 @@ ALLOCATOR = "hybridkv/blocks/allocator.py"
 EVICTION = "hybridkv/blocks/eviction.py"
 RUNNER = "hybridkv/engine/runner.py"
 T_RESTORE = "tests/models/deepseek_v4/test_restore.py"
+T_REPLAY = "tests/models/deepseek_v4/test_replay_start.py"
 T_RUNNER = "tests/hybridkv/engine/test_runner.py"
 T_PLAN = "tests/hybridkv/prefixes/test_plan.py"
 T_CHECKS = "tests/hybridkv/prefixes/test_checks.py"
@@ -71,11 +72,25 @@ MUTANTS = (
         (T_RESTORE,),
     ),
     Mutant(
-        "a replay reads window rows it does not know",
+        "a replay keeps window rows it does not know",
+        TILE,
+        "ring.shape[1] - 1, lanes.known_from)",
+        "ring.shape[1] - 1)",
+        (T_REPLAY,),
+    ),
+    Mutant(
+        "attention sees window rows from before a replay",
         TILE,
         "lanes.starts - lanes.known_from,",
         "lanes.starts,",
-        (T_RESTORE,),
+        (T_REPLAY,),
+    ),
+    Mutant(
+        "a replay pools an overlap it does not know",
+        TILE,
+        "pool_after(cells, tail, lanes.starts > lanes.known_from)",
+        "pool_after(cells, tail, lanes.starts > 0)",
+        (T_REPLAY,),
     ),
     Mutant(
         "a snapshot leaves the index overlap behind",

@@ -21,8 +21,7 @@ class TileBatch:
     """Position after the last token; ``starts`` for an idle lane."""
     known_from: Int[Array, " lanes"]
     """First position whose window rows the slot holds: 0, except in a replay, which starts from
-    nothing. Attention does not see older rows. (The overlap at this position may hold anything:
-    it enters the first cell's row only, which a replay does not write.)"""
+    nothing. Older rows and, at this very position, the overlap count as absent."""
     write_from: Int[Array, " lanes"]
     """Rows of cells that end at or before this position are stored already, perhaps shared, and
     are read but never written."""

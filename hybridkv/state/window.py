@@ -45,15 +45,18 @@ def read_window(
     ring: Shaped[Array, "n window stored"],
     end: Int[Array, " n"],
     count: int,
+    known_from: Int[Array, " n"] | None = None,
 ) -> Shaped[Array, "n count stored"]:
     """The ``count`` rows before position ``end``, oldest first.
 
-    Rows before position 0 are zero, by selection.
+    Rows before position ``known_from`` (0 without it) are zero, by selection.
     """
     window = ring.shape[1]
     position = end[:, None] + jnp.arange(-count, 0, dtype=jnp.int32)[None, :]
     rows = jnp.take_along_axis(ring, (position % window)[..., None], axis=1)
-    return jnp.where((position >= 0)[..., None], rows, jnp.zeros((), ring.dtype))
+    first = jnp.zeros_like(end) if known_from is None else known_from
+    known = position >= first[:, None]
+    return jnp.where(known[..., None], rows, jnp.zeros((), ring.dtype))
 
 
 def ring_after(

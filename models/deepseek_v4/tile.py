@@ -129,7 +129,7 @@ def _roll_window(layer: LayerCache, rows: jax.Array, lanes: Lanes) -> tuple[jax.
     assert layer.window is not None
     slot = jnp.minimum(lanes.slots, layer.window.shape[0] - 1)
     ring = layer.window[slot]
-    before = read_window(ring, lanes.starts, ring.shape[1] - 1)
+    before = read_window(ring, lanes.starts, ring.shape[1] - 1, lanes.known_from)
     buffer = jnp.concatenate([before, rows], axis=1)
     ring = ring_after(buffer, ring, lanes.starts, lanes.ends)
     return buffer, layer.window.at[lanes.slots].set(ring, mode="drop")
@@ -151,7 +151,7 @@ def _compress(
     kv, gate = compressor.project(inputs.x, inputs.positions)
     shape = (count, tile // ratio, ratio, kv.shape[-1])
     cells = CellInput(kv.reshape(shape), gate.reshape(shape))
-    pooled = pool_after(cells, tail, lanes.starts > 0)
+    pooled = pool_after(cells, tail, lanes.starts > lanes.known_from)
     number = (lanes.starts // ratio)[:, None] + jnp.arange(tile // ratio, dtype=jnp.int32)[None, :]
     rows = compressor.finish(pooled, rotary_angles(number * ratio, frequencies))
     end = (number + 1) * ratio
