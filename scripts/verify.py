@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 import verify_restore
 from flax import nnx
-from hybridkv.blocks.explore import explore
 
 from hybridkv.arithmetic import cdiv
+from hybridkv.blocks.explore import explore
 from hybridkv.engine.steps import Steps, prompt_tiles
 from hybridkv.errors import UserError
 from hybridkv.state.batch import DecodeBatch, StepOptions
