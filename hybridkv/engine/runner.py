@@ -10,7 +10,7 @@ bookkeeping. Nothing that it does to restore, miss, evict or publish compiles an
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
@@ -250,6 +250,38 @@ class Runner:
         self._running[sequence.slot] = sequence
         return sequence
 
+    def measure_cost(self, *, repeats: int = 5) -> CostModel:
+        """Times a tile step and the reading of a snapshot on this device, medians of ``repeats``.
+
+        Pass it as ``RunnerOptions.cost`` to the next runner. Changes nothing: the tile's lane and
+        the snapshot's reader sit past the last slot, so that every write is dropped.
+        """
+        nowhere = self.sizes.capacity.slots
+        (batch,) = prompt_tiles(
+            np.zeros(self.options.tile, np.int32),
+            nowhere,
+            self.options,
+            nowhere,
+            write_from=self.options.tile,
+        )
+        empty = np.full(self.sizes.capacity.blocks_per_sequence, 0, np.int32)
+
+        def tile() -> None:
+            logits, self.cache = self.steps.tile(batch, self.cache)
+            logits.block_until_ready()
+
+        def read() -> None:
+            self.cache = self.steps.admit(
+                self.cache, self.snapshots, slot=nowhere, table=empty, length=0, place=0
+            )
+            self.cache.lengths.block_until_ready()
+
+        size = self.plan_options.snapshot_bytes
+        return CostModel(
+            tile_seconds=_median_seconds(tile, repeats),
+            bytes_per_second={Tier.DEVICE: max(size, 1) / _median_seconds(read, repeats)},
+        )
+
     def _hold(self, plan: Plan | Miss, tokens: int) -> tuple[Receipt, Receipt]:
         """Leases what the plan shares and reserves the rest, or neither."""
         allocator, empty = self.allocator, np.empty(0, np.int32)
@@ -444,6 +476,15 @@ class Runner:
     def _check_running(self, sequence: Sequence) -> None:
         if sequence.finished or self._running.get(sequence.slot) is not sequence:
             raise UserError("this sequence is finished: start a new one")
+
+
+def _median_seconds(function: Callable[[], None], repeats: int) -> float:
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - began)
+    return float(np.median(seconds))
 
 
 def seconds_per_byte(geometry: Geometry, tile: int, cost: CostModel) -> SecondsPerByte:

@@ -263,3 +263,19 @@ def test_without_a_ledger_plans_do_not_know_the_ideal():
     assert run(runner, ids)[0].plan.ideal is None
     decision = run(runner, ids)[0].plan
     assert (decision.start, decision.ideal, decision.losses) == (48, None, ())
+
+
+def test_measuring_costs_changes_nothing_and_gives_a_model_to_plan_with(runner):
+    ids = prompt(100, seed=27)
+    run(runner, ids, namespace="cost")
+    held = runner.start(prompt(40, seed=28), namespace="cost", max_new_tokens=4)
+    first = runner.prefill(held)
+    before = jax.tree.map(np.asarray, runner.cache)
+    cost = runner.measure_cost(repeats=2)
+    same = jax.tree.map(lambda a, b: np.array_equal(a, b), before, runner.cache)
+    assert all(jax.tree.leaves(same))
+    assert cost.tile_seconds > 0
+    assert cost.bytes_per_second[Tier.DEVICE] > 0
+    assert first.shape == (40, 64)
+    runner.finish(held)
+    assert run(runner, ids, namespace="cost")[0].start == 96
