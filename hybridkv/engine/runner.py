@@ -19,7 +19,7 @@ from hybridkv.arithmetic import cdiv
 from hybridkv.blocks.allocator import Allocator
 from hybridkv.blocks.entries import Form, Tier, kind_bits
 from hybridkv.blocks.eviction import EvictionPolicy, SecondsPerByte
-from hybridkv.blocks.leases import Receipt
+from hybridkv.blocks.leases import LeaseError, Receipt
 from hybridkv.blocks.pools import NeverFits, NoRoom, PoolSizes
 from hybridkv.blocks.transitions import TierState
 from hybridkv.engine.generate import check_prompt
@@ -298,10 +298,11 @@ class Runner:
         else:
             shared = allocator.lease(empty)
         blocks = total - len(shared.entries)
-        snapshot = self._lease_snapshot(plan)
+        snapshot = None
         try:
+            snapshot = self._lease_snapshot(plan)
             reservation = allocator.reserve(blocks=blocks)
-        except (NoRoom, UserError):
+        except (LeaseError, NoRoom, UserError):
             allocator.release(shared)
             raise
         finally:
