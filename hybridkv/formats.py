@@ -50,3 +50,8 @@ MXFP4 = RowFormat(name="mxfp4", bits=4, rope_bits=4, scale_block=32, scale_bytes
 """Index row: e2m1 with UE8M0 scales (68 bytes at 128)."""
 FP8_INDEX = RowFormat(name="fp8_index", bits=8, rope_bits=8, scale_block=128, scale_bytes=4)
 """Index row as some engines keep it: e4m3 with one float32 scale (132 bytes at 128)."""
+
+
+def plain(dtype: str) -> RowFormat:
+    """The unpacked format for a model of this dtype."""
+    return BFLOAT16 if dtype == "bfloat16" else FLOAT32

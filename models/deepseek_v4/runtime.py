@@ -1,49 +1,19 @@
-"""The model as the engine takes it: parameters and two pure functions."""
-
-from typing import Any
-
-import jax
-from flax import nnx
+"""DeepSeek-V4 as the engine takes it."""
 
 from hybridkv import formats
 from hybridkv.formats import RowFormat
-from hybridkv.geometry import Geometry
-from hybridkv.state.batch import DecodeBatch, StepOptions, TileBatch
-from hybridkv.state.cache import Cache
-from models.common import matmul_precision
-from models.deepseek_v4 import decode, tile
+from models.deepseek_v4.decode import decode_step
 from models.deepseek_v4.model import DeepseekV4
+from models.deepseek_v4.tile import tile_step
+from models.runtime import ModuleRuntime
 
 
-class DeepseekV4Runtime:
-    """Splits the module once; each step merges it again inside ``jax.jit``."""
+class DeepseekV4Runtime(ModuleRuntime):
+    """A DeepSeek-V4 over a cache whose rows are all of one format."""
 
     def __init__(self, model: DeepseekV4, *, format: RowFormat | None = None) -> None:
-        if format is None:
-            format = formats.BFLOAT16 if model.config.dtype == "bfloat16" else formats.FLOAT32
-        self.config = model.config
-        self.geometry: Geometry = model.config.geometry(
+        format = format or formats.plain(model.config.dtype)
+        geometry = model.config.geometry(
             window_format=format, row_format=format, index_format=format
         )
-        self.vocab_size = model.config.vocab_size
-        self.pad_token = model.config.pad_token
-        self._graph, state = nnx.split(model)
-        # A flat list: flattening the module's state anew costs milliseconds a call.
-        self.params, self._structure = jax.tree.flatten(state)
-
-    def tile_step(
-        self, params: Any, batch: TileBatch, cache: Cache, options: StepOptions
-    ) -> tuple[jax.Array, Cache]:
-        """See ``models.deepseek_v4.tile.tile_step``."""
-        with matmul_precision(self.config.dtype):
-            return tile.tile_step(self._merge(params), batch, cache, options)
-
-    def decode_step(
-        self, params: Any, batch: DecodeBatch, cache: Cache, options: StepOptions
-    ) -> tuple[jax.Array, Cache]:
-        """See ``models.deepseek_v4.decode.decode_step``."""
-        with matmul_precision(self.config.dtype):
-            return decode.decode_step(self._merge(params), batch, cache, options)
-
-    def _merge(self, params: list[jax.Array]) -> DeepseekV4:
-        return nnx.merge(self._graph, jax.tree.unflatten(self._structure, params))
+        super().__init__(model, geometry, tile=tile_step, decode=decode_step)
