@@ -13,13 +13,13 @@ from hybridkv.geometry import Geometry
 from hybridkv.state.batch import DecodeBatch, StepOptions
 from hybridkv.state.cache import Cache, LayerCache
 from hybridkv.state.compressed import write_rows
+from hybridkv.state.lanes import map_sequences
 from hybridkv.state.tail import CompressorTail
 from hybridkv.state.window import read_window
 from models.common import rotary_angles
 from models.deepseek_v4.cached import compress_layer, pool_after, sequence_attention
 from models.deepseek_v4.compressor import CellInput, Compressor
 from models.deepseek_v4.model import AttendInput, DeepseekV4
-from models.lanes import map_sequences
 from pallas_kernels.packing import api as packing
 
 
@@ -54,7 +54,14 @@ def decode_step(
     tokens = jnp.where(batch.active, batch.tokens, 0)
     attend = _attention(model, cache.geometry, context, options)
     layers = [cache.layer(number) for number in range(model.config.layers)]
-    hidden, after = model(tokens, context.positions, attend, tuple(enumerate(layers)), rows=1)
+    hidden, after = model(
+        tokens,
+        context.positions,
+        attend,
+        tuple(enumerate(layers)),
+        rows=1,  # grouping by expert saves reading weights and costs as much in slower products
+        active=None if cache.slots == 1 else batch.active,
+    )
     lengths = cache.lengths + batch.active.astype(jnp.int32)
     return model.logits(hidden), cache.with_layers(after, lengths)
 

@@ -6,7 +6,7 @@ Source: paper section 2.1, release ``model.py`` (``Gate``, ``Expert``, ``MoE``).
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from hybridkv.arithmetic import cdiv
 from models.common import Linear
@@ -74,6 +74,7 @@ class Experts(nnx.Module):
         tokens: Int[Array, "*n"],
         *,
         rows: int,
+        active: Bool[Array, "*n"] | None = None,
         differentiable: bool = False,
         dense: bool = False,
         loads: list[jax.Array] | None = None,
@@ -81,7 +82,8 @@ class Experts(nnx.Module):
         """The weighted sum over each token's experts, in pick order, plus the shared expert.
 
         ``rows`` tokens of one expert are multiplied at a time (a static choice: more rows use the
-        weights better, fewer waste less on an expert's last, partly filled group). ``dense``
+        weights better, fewer waste less on an expert's last, partly filled group). Tokens that are
+        not ``active`` cost no routed expert and get none; without it all are. ``dense``
         multiplies every token by every expert instead, for training with few experts. ``loads``
         collects, layer by layer, each expert's share of the picks: float32 ``[experts]``.
         """
@@ -93,7 +95,8 @@ class Experts(nnx.Module):
         if dense:
             total = self._dense(flat, picks, weights)
         else:
-            routed = self._routed(flat, picks, rows, differentiable)
+            alive = None if active is None else active.reshape(-1)
+            routed = self._routed(flat, picks, rows, alive, differentiable)
             total = jnp.zeros(flat.shape, jnp.float32)
             for k in range(picks.shape[1]):
                 total = total + weights[:, k, None] * routed[:, k]
@@ -114,12 +117,18 @@ class Experts(nnx.Module):
         return total
 
     def _routed(
-        self, x: Float[Array, "n hidden"], picks: Int[Array, "n k"], rows: int, static: bool
+        self,
+        x: Float[Array, "n hidden"],
+        picks: Int[Array, "n k"],
+        rows: int,
+        active: Bool[Array, " n"] | None,
+        static: bool,
     ) -> Float[Array, "n k hidden"]:
         """Each picked expert's output, float32, by groups of ``rows`` tokens of one expert."""
         up, down = self.up[...], self.down[...]
         experts = up.shape[0]
-        order, group_expert, source, used = group_rows(picks.reshape(-1), experts, rows)
+        pairs = None if active is None else jnp.repeat(active, picks.shape[1])
+        order, group_expert, source, used = group_rows(picks.reshape(-1), experts, rows, pairs)
 
         def group(i: jax.Array) -> jax.Array:
             tokens = jax.lax.dynamic_slice(source, (i * rows,), (rows,)) // picks.shape[1]
@@ -137,13 +146,17 @@ class Experts(nnx.Module):
 
             empty = jnp.zeros((groups * rows, x.shape[1]), jnp.float32)
             out = jax.lax.fori_loop(0, used, body, empty)
-        return out[order].reshape(*picks.shape, -1)
+        out = out[order].reshape(*picks.shape, -1)
+        return out if active is None else jnp.where(active[:, None, None], out, 0.0)
 
 
 def group_rows(
-    expert: Int[Array, " pairs"], experts: int, rows: int
+    expert: Int[Array, " pairs"],
+    experts: int,
+    rows: int,
+    active: Bool[Array, " pairs"] | None = None,
 ) -> tuple[Int[Array, " pairs"], Int[Array, " groups"], Int[Array, " places"], Int[Array, ""]]:
-    """Sorts (token, pick) pairs by expert into groups of ``rows`` places.
+    """Sorts (token, pick) pairs by expert into groups of ``rows`` places; idle ones get none.
 
     Returns the place of each pair, the expert of each group, the pair at each place (out of range
     where a place is empty), and how many groups are used.
@@ -151,16 +164,22 @@ def group_rows(
     pairs = expert.shape[0]
     if rows == 1:  # every pair is a group of its own: nothing to sort
         own = jnp.arange(pairs, dtype=jnp.int32)
-        return own, expert, own, jnp.int32(pairs)
+        if active is None:
+            return own, expert, own, jnp.int32(pairs)
+        first = jnp.argsort(jnp.logical_not(active), stable=True).astype(jnp.int32)
+        place = jnp.zeros_like(own).at[first].set(own)
+        return place, expert[first], first, jnp.sum(active.astype(jnp.int32))
     groups = cdiv(pairs, rows) + min(experts, pairs)
-    hot = (expert[:, None] == jnp.arange(experts, dtype=expert.dtype)[None, :]).astype(jnp.int32)
+    hot = expert[:, None] == jnp.arange(experts, dtype=expert.dtype)[None, :]
+    hot = (hot if active is None else hot & active[:, None]).astype(jnp.int32)
     counts = jnp.sum(hot, axis=0)
     last = jnp.cumsum(-(-counts // rows))
     first = last - -(-counts // rows)
     rank = jnp.sum((jnp.cumsum(hot, axis=0) - hot) * hot, axis=1)
     place = first[expert] * rows + rank
     source = jnp.full((groups * rows,), pairs * groups, jnp.int32)
-    source = source.at[place].set(jnp.arange(pairs, dtype=jnp.int32), mode="drop")
+    taken = place if active is None else jnp.where(active, place, groups * rows)
+    source = source.at[taken].set(jnp.arange(pairs, dtype=jnp.int32), mode="drop")
     number = jnp.arange(groups, dtype=jnp.int32)
     owner = jnp.sum((number[:, None] >= last[None, :]).astype(jnp.int32), axis=1)
     return place, jnp.minimum(owner, experts - 1), source, last[-1]

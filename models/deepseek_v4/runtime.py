@@ -2,6 +2,8 @@
 
 from hybridkv import formats
 from hybridkv.formats import RowFormat
+from hybridkv.state.generic import generic_geometry
+from models.deepseek_v4 import generic
 from models.deepseek_v4.decode import decode_step
 from models.deepseek_v4.model import DeepseekV4
 from models.deepseek_v4.tile import tile_step
@@ -17,3 +19,14 @@ class DeepseekV4Runtime(ModuleRuntime):
             window_format=format, row_format=format, index_format=format
         )
         super().__init__(model, geometry, tile=tile_step, decode=decode_step)
+
+
+class DeepseekV4GenericRuntime(ModuleRuntime):
+    """A DeepSeek-V4 over uniform raw rows of a token and layer; see ``hybridkv.state.generic``.
+
+    Any prefix of whole blocks and any length can be gone on from; each step costs O(context).
+    """
+
+    def __init__(self, model: DeepseekV4, *, block_tokens: int = 16) -> None:
+        geometry = generic_geometry(model.config.geometry(), block_tokens=block_tokens)
+        super().__init__(model, geometry, tile=generic.tile_step, decode=generic.decode_step)

@@ -18,13 +18,13 @@ from hybridkv.geometry import Geometry
 from hybridkv.state.batch import StepOptions, TileBatch
 from hybridkv.state.cache import Cache, LayerCache
 from hybridkv.state.compressed import write_rows
+from hybridkv.state.lanes import lanes_in_turn, map_sequences
 from hybridkv.state.tail import CompressorTail, tail_after
 from hybridkv.state.window import read_window, ring_after
 from models.common import rotary_angles
 from models.deepseek_v4.cached import compress_layer, pool_after, sequence_attention
 from models.deepseek_v4.compressor import CellInput, Compressor
 from models.deepseek_v4.model import AttendInput, DeepseekV4
-from models.lanes import lanes_in_turn, map_sequences
 from pallas_kernels.packing import api as packing
 
 
@@ -61,7 +61,8 @@ def _all_lanes(
 ) -> tuple[jax.Array, Cache]:
     lanes, tile = batch.tokens.shape
     positions = batch.starts[:, None] + jnp.arange(tile, dtype=jnp.int32)[None, :]
-    tokens = jnp.where(positions < batch.ends[:, None], batch.tokens, 0)
+    real = positions < batch.ends[:, None]
+    tokens = jnp.where(real, batch.tokens, 0)
     slot = jnp.minimum(batch.slots, cache.slots - 1)  # reads of idle lanes stay in range
     context = Lanes(
         slots=batch.slots,
@@ -76,7 +77,12 @@ def _all_lanes(
     attend = _attention(model, cache.geometry, context, options)
     layers = [cache.layer(number) for number in range(model.config.layers)]
     hidden, after = model(
-        tokens, positions, attend, tuple(enumerate(layers)), rows=options.expert_rows
+        tokens,
+        positions,
+        attend,
+        tuple(enumerate(layers)),
+        rows=options.expert_rows,
+        active=real,
     )
     if not options.all_logits:
         last = jnp.maximum(batch.ends - batch.starts - 1, 0)[:, None, None]

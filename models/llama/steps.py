@@ -17,7 +17,7 @@ from hybridkv.geometry import Geometry
 from hybridkv.state.batch import DecodeBatch, StepOptions, TileBatch
 from hybridkv.state.cache import Cache, LayerCache
 from hybridkv.state.compressed import write_rows
-from models.lanes import lanes_in_turn, map_sequences
+from hybridkv.state.lanes import lanes_in_turn, map_sequences
 from models.llama.attention import Attention
 from models.llama.model import AttendInput, Llama
 from pallas_kernels.attention import api as attention_kernel

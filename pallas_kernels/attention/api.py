@@ -5,7 +5,8 @@ Sums run over the window first, then over compressed rows in key blocks of one s
 order. How many blocks are read is data, so neither the cache's capacity nor masked blocks change
 any bit; for one key, row and value are the same vector.
 
-``attend_pairs`` is the plain case, rows of (key, value) pairs alone, summed in the same way.
+``attend_pairs`` is the plain case, rows of (key, value) pairs alone, summed in the same way;
+``attend_window_pairs`` is a window of such rows.
 """
 
 from jaxtyping import Array, Float, Int
@@ -93,4 +94,43 @@ def attend_pairs(
         raise ValueError(f"{q.shape[1]} query heads do not share {kv_heads} key heads evenly")
     return reference.attend_pairs(
         q, rows, visible, kv_heads=kv_heads, scale=scale, key_block=key_block, format=format
+    )
+
+
+def attend_window_pairs(
+    q: Float[Array, "t heads width"],
+    local: Float[Array, "buffer channels"],
+    first: Int[Array, ""],
+    *,
+    window: int,
+    kv_heads: int,
+    scale: float,
+) -> Float[Array, "t heads width"]:
+    """Grouped-query attention over a window of (key, value) rows, float32; no sink.
+
+    Rows are those of ``attend_pairs``, decoded. All keys that a chunk of queries can reach are
+    summed at once; the chunk depends on ``t`` and ``window`` alone.
+
+    Args:
+      q: float32 queries of positions ``first ... first + t - 1``.
+      local: float32 rows, ``2 * kv_heads * width`` channels, of positions
+        ``first - (window - 1) ... first + t - 1``: the buffer is ``window - 1 + t`` rows, linear in
+        position. All from the first that exists on must be finite.
+      first: position of the first query, counted from the first row that exists: earlier rows of
+        ``local`` are not read. A query before it sees nothing and gives zeros.
+      window: rows a query sees, itself included.
+      kv_heads: key and value heads of a row.
+      scale: softmax scale.
+
+    Raises:
+      ValueError: ``heads`` is not a multiple of ``kv_heads``, or ``local`` is not of that shape.
+    """
+    t, heads, width = q.shape
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads do not share {kv_heads} key heads evenly")
+    form = (window - 1 + t, 2 * kv_heads * width)
+    if local.shape != form:
+        raise ValueError(f"window rows must be {list(form)}, got {list(local.shape)}")
+    return reference.attend_window_pairs(
+        q, local, first, window=window, kv_heads=kv_heads, scale=scale
     )

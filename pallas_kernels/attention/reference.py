@@ -54,20 +54,10 @@ def attend_window(
 ) -> Softmax:
     """The window part: chunks of queries, each against the few rows its band can reach."""
     t, heads, width = q.shape
-    size = _query_chunk(t, window)
-    chunks, reach = t // size, size + window - 1
-    if chunks == 1:
-        keys = local[None]
-    else:
-        at = jnp.arange(chunks)[:, None] * size + jnp.arange(reach)[None, :]
-        keys = local[at]
-    query, key = jnp.arange(size)[:, None], jnp.arange(reach)[None, :] - (window - 1)
-    near = (key <= query) & (key > query - window)
-    exists = first + jnp.arange(chunks)[:, None] * size + key >= 0
-    mask = (near[None] & exists[:, None, :])[:, :, None, :]
-    keys = jnp.where(exists[..., None], keys, 0.0)
+    keys, mask = _bands(local, first, t, window)
+    chunks, size = mask.shape[:2]
     logits = jnp.einsum("gqhc,gkc->gqhk", q.reshape(chunks, size, heads, width), keys)
-    logits = jnp.where(mask, logits, -jnp.inf)
+    logits = jnp.where(mask[:, :, None, :], logits, -jnp.inf)
     top = jnp.max(logits, axis=-1)
     weights = jnp.exp(logits - top[..., None])  # a query always sees its own row: top is finite
     acc = jnp.einsum("gqhk,gkc->gqhc", weights, keys)
@@ -76,6 +66,27 @@ def attend_window(
         jnp.sum(weights, axis=-1).reshape(t, heads),
         acc.reshape(t, heads, width),
     )
+
+
+def _bands(
+    local: Float[Array, "buffer channels"], first: Int[Array, ""], t: int, window: int
+) -> tuple[Float[Array, "chunks reach channels"], Bool[Array, "chunks size reach"]]:
+    """The rows that each chunk of queries can reach, and which of them each query sees.
+
+    Rows before the first that exists are zero, by selection.
+    """
+    size = _query_chunk(t, window)
+    chunks, reach = t // size, size + window - 1
+    if chunks == 1:
+        rows = local[None]
+    else:
+        at = jnp.arange(chunks)[:, None] * size + jnp.arange(reach)[None, :]
+        rows = local[at]
+    query, key = jnp.arange(size)[:, None], jnp.arange(reach)[None, :] - (window - 1)
+    near = (key <= query) & (key > query - window)
+    exists = first + jnp.arange(chunks)[:, None] * size + key >= 0
+    mask = near[None] & exists[:, None, :]
+    return jnp.where(exists[..., None], rows, 0.0), mask
 
 
 def _query_chunk(t: int, window: int) -> int:
@@ -184,3 +195,29 @@ def _nothing(t: int, heads: int, width: int) -> Softmax:
         jnp.zeros((t, heads), jnp.float32),
         jnp.zeros((t, heads, width), jnp.float32),
     )
+
+
+def attend_window_pairs(
+    q: Float[Array, "t heads width"],
+    local: Float[Array, "buffer channels"],
+    first: Int[Array, ""],
+    *,
+    window: int,
+    kv_heads: int,
+    scale: float,
+) -> Float[Array, "t heads width"]:
+    """See ``api.attend_window_pairs``."""
+    t, heads, width = q.shape
+    pairs, mask = _bands(local, first, t, window)
+    chunks, size, reach = mask.shape
+    pairs = pairs.reshape(chunks, reach, 2, kv_heads, width)
+    keys, values = pairs[:, :, 0], pairs[:, :, 1]
+    grouped = (q * scale).reshape(chunks, size, kv_heads, heads // kv_heads, width)
+    logits = jnp.einsum("zqngc,zknc->zqngk", grouped, keys)
+    logits = jnp.where(mask[:, :, None, None, :], logits, -jnp.inf)
+    # A finite top keeps a query that sees nothing from NaN: all its weights are exp(-inf) = 0.
+    top = jnp.maximum(jnp.max(logits, axis=-1), jnp.finfo(jnp.float32).min)
+    weights = jnp.exp(logits - top[..., None])
+    acc = jnp.einsum("zqngk,zknc->zqngc", weights, values).reshape(t, heads, width)
+    total = jnp.sum(weights, axis=-1).reshape(t, heads)
+    return acc / jnp.maximum(total, 1.0)[..., None]
