@@ -1,5 +1,6 @@
 """A model on disk: ``config.json`` beside safetensors, as Hugging Face lays it out."""
 
+import dataclasses
 import pathlib
 
 from flax import nnx
@@ -10,8 +11,8 @@ from models.llama.model import Llama
 from models.llama.weights import load_safetensors
 
 
-def load_model(folder: str | pathlib.Path) -> Llama:
-    """Reads a model from a folder in Hugging Face layout.
+def load_model(folder: str | pathlib.Path, *, dtype: str | None = None) -> Llama:
+    """Reads a model from a folder in Hugging Face layout, in ``dtype`` or that of its config.
 
     Raises:
       ConfigError: the config is missing or of another architecture.
@@ -21,6 +22,8 @@ def load_model(folder: str | pathlib.Path) -> Llama:
     if not folder.is_dir():
         raise WeightsError(f"no checkpoint folder at {folder}: pass one with config.json")
     config = load_config(folder)
+    if dtype is not None:
+        config = dataclasses.replace(config, dtype=dtype)
     model = nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0)))
     load_safetensors(model, folder)
     return model

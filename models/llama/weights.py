@@ -1,7 +1,7 @@
 """Checkpoints: safetensors under Hugging Face's names. One table serves loading and saving."""
 
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -48,34 +48,39 @@ def load_safetensors(model: Llama, folder: str | pathlib.Path) -> None:
       WeightsError: no tensors there; a tensor is missing, quantised, of another shape, or one that
         this model has no place for; or a head that the config ties to the embedding differs.
     """
-    tensors = open_tensors(folder)
-    table = list(places(model.config))
+    tensors = dict(open_tensors(folder))
+    if model.config.tied_embeddings and HEAD in tensors:
+        if not np.array_equal(read_tensor(tensors, HEAD), read_tensor(tensors, EMBED)):
+            raise WeightsError(
+                f"{HEAD} differs from {EMBED}, to which config.json ties it: set "
+                "tie_word_embeddings to false"
+            )
+        del tensors[HEAD]
+    kept = {name: read for name, read in tensors.items() if not name.endswith(BUFFERS)}
+    fill(model, kept, list(places(model.config)))
+
+
+def fill(model: Llama, tensors: TensorReaders, table: Sequence[Place]) -> None:
+    """Gives every parameter in ``table`` its tensor, in the dtype of the model.
+
+    Raises:
+      WeightsError: a tensor is missing, quantised with a scale beside it, of another shape, or left
+        over, such as a bias: without it the logits would be others.
+    """
     for place in table:
         parameter = parameter_at(model, place.path)
         value = read_tensor(tensors, place.name)
         if value.shape != parameter.shape:
             raise WeightsError(
                 f"{place.name} has shape {list(value.shape)}, this config wants "
-                f"{list(parameter.shape)}: config.json and weights belong to different models"
+                f"{list(parameter.shape)}: config and weights belong to different models"
             )
         parameter.set_value(jnp.asarray(value.astype(parameter.dtype)))
-    _check_others(tensors, {place.name for place in table}, model.config)
-
-
-def _check_others(tensors: TensorReaders, known: set[str], config: LlamaConfig) -> None:
-    """Refuses tensors that would be left out, such as biases: the logits would be others."""
-    if config.tied_embeddings and HEAD in tensors:
-        if not np.array_equal(read_tensor(tensors, HEAD), read_tensor(tensors, EMBED)):
-            raise WeightsError(
-                f"{HEAD} differs from {EMBED}, to which config.json ties it: set "
-                "tie_word_embeddings to false"
-            )
-        known = known | {HEAD}
-    left = sorted(name for name in tensors if name not in known and not name.endswith(BUFFERS))
+    left = sorted(set(tensors) - {place.name for place in table})
     if left:
         raise WeightsError(
             f"tensor {left[0]} has no place in this model: the checkpoint is of another "
-            "architecture or holds more layers than config.json says"
+            "architecture or holds more layers than its config says"
         )
 
 
