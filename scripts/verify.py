@@ -2,14 +2,17 @@
 
     python scripts/verify.py restore --cells 500
     python scripts/verify.py poison | knockout | explore
+    python scripts/verify.py engine --requests 1000
     python scripts/verify.py oracle tests/data/oracle/tiny_a
 
 ``restore`` compares digests of logits after a restore with those of a cold run, over random
 prompts, every resume position, copied and replayed state, with and without other sequences at work.
 ``poison`` does so with NaN in every byte that nothing owns. ``knockout`` takes away each kind of
 state: the plan must be shorter and blame it, and going on regardless must change the logits.
-``explore`` visits every reachable state of the bookkeeping of a small world. ``oracle DIR``
-compares a model's logits with those that another implementation computed.
+``explore`` visits every reachable state of the bookkeeping of a small world. ``engine`` runs mixed
+requests together, with cancels and preemption in a small pool, and compares digests of all logits
+with those of each request alone. ``oracle DIR`` compares a model's logits with those that another
+implementation computed.
 """
 
 import argparse
@@ -22,6 +25,7 @@ import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
+import verify_engine
 import verify_restore
 from flax import nnx
 
@@ -222,6 +226,39 @@ def explore_world(args: argparse.Namespace) -> int:
     return _finish(args, True, result)
 
 
+def engine(args: argparse.Namespace) -> int:
+    """The ``engine`` subcommand."""
+    models = args.model or ["deepseek_v4", "llama"]
+    each = cdiv(args.requests, len(models))
+    results = {model: verify_engine.verify(model, each, args.seed) for model in models}
+    command_line.print_table(
+        f"engine on {command_line.device_name()}: requests together against each alone",
+        ["requests", "outputs", "ended early", "mismatches"],
+        [
+            (f"{model}, {sort}", row["outputs"], row["ended early"], row["mismatches"])
+            for model, result in results.items()
+            for sort, row in result["rows"].items()
+        ],
+    )
+    command_line.print_table(
+        f"{verify_engine.SLOTS} slots, a pool of {verify_engine.SHARE} times their mean demand",
+        ["model", "mismatches", "compilations", "preempted", "followed", "reused", "at rest"],
+        [
+            (
+                model,
+                result["mismatches"],
+                result["compilations"],
+                result["counters"]["preemptions"],
+                result["counters"]["followed"],
+                result["counters"]["reused_tokens"],
+                "yes" if result["at rest"] else "NO",
+            )
+            for model, result in results.items()
+        ],
+    )
+    return _finish(args, all(r["ok"] for r in results.values()), {"models": results})
+
+
 def _finish(args: argparse.Namespace, ok: bool, result: dict[str, Any]) -> int:
     command_line.write_json(args.json, {"ok": ok, "device": command_line.device_name(), **result})
     return 0 if ok else 1
@@ -261,7 +298,13 @@ def main() -> int:
     commands.add_parser("explore", help="all states of a small world").set_defaults(
         run=explore_world
     )
-    for command in ("restore", "poison", "knockout", "explore"):
+    together = commands.add_parser("engine", help="requests together against each alone")
+    together.add_argument("--requests", type=_positive, default=1000, help="of all models")
+    together.add_argument(
+        "--model", action="append", choices=["deepseek_v4", "llama"], help="only these"
+    )
+    together.set_defaults(run=engine)
+    for command in ("restore", "poison", "knockout", "explore", "engine"):
         commands.choices[command].add_argument("--seed", type=int, default=0)
         commands.choices[command].add_argument("--json", metavar="FILE", help="write it here too")
     args = parser.parse_args(sys.argv[1:])

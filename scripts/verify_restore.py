@@ -12,7 +12,8 @@ import numpy as np
 
 from hybridkv.blocks.entries import Form, Tier, kind_bits
 from hybridkv.blocks.transitions import TierState
-from hybridkv.engine.runner import Runner, RunnerOptions, Sequence
+from hybridkv.engine.runner import Runner, RunnerOptions
+from hybridkv.engine.sequence import Sequence
 from hybridkv.kinds import Kind
 from hybridkv.prefixes.needs import replay_start
 from hybridkv.prefixes.plan import Miss, Plan

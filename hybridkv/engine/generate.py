@@ -5,12 +5,11 @@ import time
 from collections.abc import Iterator, Mapping
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from hybridkv.arithmetic import cdiv, round_up
 from hybridkv.engine.protocol import StepModel
-from hybridkv.engine.sampling import SamplingBatch, SamplingOptions, sample
+from hybridkv.engine.sampling import Sampler, SamplingBatch, SamplingOptions, tokens_seen
 from hybridkv.engine.steps import Steps, prompt_tiles
 from hybridkv.errors import UserError
 from hybridkv.state.batch import DecodeBatch, StepOptions
@@ -120,12 +119,8 @@ class Generator:
         self.capacity_tokens = tokens
         cache = Cache.init(model.geometry, self.capacity)
         self._cache = self.steps.warm_up(assign_in_order(cache))
-        self._sample = jax.jit(sample)
-        self._sample(
-            jnp.zeros((options.lanes, model.vocab_size), jnp.float32)[:1],
-            self._cache.lengths,
-            SamplingBatch.of([SamplingOptions()]),
-        ).block_until_ready()
+        self._sampler = Sampler(vocab_size=model.vocab_size, slots=1)
+        self._seen = self._sampler.warm_up(self._sampler.init_state(), *{options.lanes, 1})
 
     @property
     def bytes_by_kind(self) -> Mapping[str, int]:
@@ -165,10 +160,10 @@ class Generator:
         stats.prompt_tokens = len(prompt)
         batch = SamplingBatch.of([sampling])
         began = time.perf_counter()
-        token = self._prefill(prompt, batch)
+        token = jax.device_put(self._prefill(prompt, sampling))
         stats.time_to_first_token_s = time.perf_counter() - began
         began = time.perf_counter()
-        active = jnp.ones((1,), bool)
+        active = jax.device_put(np.ones(1, bool))
         for count in range(1, max_new_tokens + 1):
             value = int(np.asarray(token)[0])  # indexing on the device would compile
             stats.new_tokens, stats.decode_seconds = count, time.perf_counter() - began
@@ -179,14 +174,21 @@ class Generator:
                 logits, self._cache = self.steps.decode(
                     DecodeBatch(tokens=token, active=active), self._cache
                 )
-                token = self._sample(logits, self._cache.lengths, batch)
+                sampled, self._seen = self._sampler.sample(
+                    logits, self._cache.lengths, batch, self._seen
+                )
+                token = sampled.tokens
 
-    def _prefill(self, prompt: np.ndarray, sampling: SamplingBatch) -> jax.Array:
-        options = self.steps.options
+    def _prefill(self, prompt: np.ndarray, sampling: SamplingOptions) -> np.ndarray:
+        """The first new token, int32 ``[1]``, after all tiles of the prompt."""
+        options, vocab = self.steps.options, self.steps.model.vocab_size
+        self._seen = self._sampler.seat(self._seen, 0, tokens_seen(prompt, vocab))
         for batch in prompt_tiles(prompt, 0, options, slots=1):
             logits, self._cache = self.steps.tile(batch, self._cache)
-        token = self._sample(logits[:1], self._cache.lengths, sampling)
-        return token.block_until_ready()
+        rows = SamplingBatch.of([sampling] + [None] * (options.lanes - 1))
+        positions = jax.device_put(np.full(options.lanes, len(prompt), np.int32))
+        sampled, self._seen = self._sampler.sample(logits, positions, rows, self._seen)
+        return np.asarray(sampled.tokens)[:1]
 
 
 def default_options(model: StepModel, *, tile_at_least: int = 128) -> StepOptions:

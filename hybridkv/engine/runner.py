@@ -1,8 +1,8 @@
 """Sequences that begin from a plan: reserve, lease, admit, compute, publish, give back.
 
-    prompt --chain--> plan_prefix --lease + reserve--> admit --tiles--> publish --decode--> finish
-                          |              |                |        |
-                        Miss: cold   NoRoom: wait     block table  snapshots at tile boundaries
+    prompt --> plan_prefix --lease, reserve--> hold --> seat --tiles--> publish --decode--> finish
+                  |              |                       |      |
+              Miss: cold   NoRoom: wait         block table   snapshots at tile boundaries
 
 One thread calls a runner. It owns the cache and the snapshots, which every step replaces, and all
 bookkeeping. Nothing that it does to restore, miss, evict or publish compiles anything.
@@ -11,6 +11,7 @@ bookkeeping. Nothing that it does to restore, miss, evict or publish compiles an
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as List
 
 import jax
 import numpy as np
@@ -18,16 +19,17 @@ import numpy as np
 from hybridkv.arithmetic import cdiv
 from hybridkv.blocks.allocator import Allocator
 from hybridkv.blocks.entries import Form, Tier, kind_bits
-from hybridkv.blocks.eviction import EvictionPolicy, SecondsPerByte
+from hybridkv.blocks.eviction import EvictionPolicy
 from hybridkv.blocks.leases import LeaseError, Receipt
 from hybridkv.blocks.pools import NeverFits, NoRoom, PoolSizes
-from hybridkv.blocks.transitions import TierState
+from hybridkv.engine import calibration
 from hybridkv.engine.generate import check_prompt
 from hybridkv.engine.numerics import numerics_id
 from hybridkv.engine.protocol import StepModel
-from hybridkv.engine.steps import Steps, prompt_tiles
+from hybridkv.engine.publisher import Publisher
+from hybridkv.engine.sequence import Hold, NoSlot, Sequence
+from hybridkv.engine.steps import LaneTile, Steps, tile_batch
 from hybridkv.errors import UserError
-from hybridkv.geometry import Geometry
 from hybridkv.prefixes.checks import byte_alignment
 from hybridkv.prefixes.cost import BY_TILES, CostModel
 from hybridkv.prefixes.directory import Directory
@@ -35,16 +37,14 @@ from hybridkv.prefixes.hashing import TokenChain
 from hybridkv.prefixes.identity import Identity, weights_digest
 from hybridkv.prefixes.ledger import Ledger
 from hybridkv.prefixes.needs import block_kinds, snapshot_kinds
-from hybridkv.prefixes.plan import Miss, Plan, PlanOptions, plan_prefix
+from hybridkv.prefixes.plan import Miss, Plan, PlanOptions, plan_prefix, reuse_is_off
 from hybridkv.prefixes.policy import DEFAULT, SnapshotPolicy
 from hybridkv.state.batch import DecodeBatch, StepOptions
 from hybridkv.state.cache import Cache
 from hybridkv.state.capacity import Capacity
 from hybridkv.state.snapshot import Snapshots, snapshot_bytes
 
-
-class NoSlot(RuntimeError):  # noqa: N818 - a condition to wait out, not a fault
-    """Every slot is taken: finish a sequence first."""
+NO_ENTRIES = np.empty(0, np.int32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,48 +60,13 @@ class RunnerOptions:
     cost: CostModel = BY_TILES
     replay: bool = True
     """Whether a lost sequence state may be rebuilt by recomputation."""
+    reuse: bool = True
+    """Off: nothing is published, and every prompt is computed from its first token."""
     ledger: bool = True
     """Keep every token ever computed, at 4 bytes each, so that plans know the ideal hit and blame
     what is lost."""
     debug: bool = False
     """Walk all bookkeeping after every event."""
-
-
-@dataclasses.dataclass(kw_only=True, eq=False)
-class Sequence:
-    """One prompt in its slot. Made by ``Runner.start``; only its runner changes it."""
-
-    slot: int
-    chain: TokenChain
-    namespace: str
-    prompt_tokens: int
-    plan: Plan | Miss
-    shared: Receipt
-    own: Receipt
-    snapshots_at: tuple[int, ...]
-    computed: int
-    """Tokens in the cache."""
-    generated: list[int]
-    stored: list[tuple[int, Receipt]]
-    """Snapshots that are written and not yet published, with their positions."""
-    skipped_snapshots: int = 0
-    """Snapshots that found no room."""
-    finished: bool = False
-
-    @property
-    def start(self) -> int:
-        """First position that is computed."""
-        return self.plan.start if isinstance(self.plan, Plan) else 0
-
-    @property
-    def exact_from(self) -> int:
-        """First position whose logits are those of a cold run; see ``Plan.exact_from``."""
-        return self.plan.exact_from if isinstance(self.plan, Plan) else 0
-
-    @property
-    def shared_tokens(self) -> int:
-        """Position up to which blocks are shared."""
-        return self.plan.shared if isinstance(self.plan, Plan) else 0
 
 
 class Runner:
@@ -114,6 +79,7 @@ class Runner:
         sizes: RunnerOptions,
         *,
         identity: Identity | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Allocates, compiles, and starts with an empty directory.
 
@@ -122,6 +88,7 @@ class Runner:
           options: of its steps.
           sizes: of the pools, and policies.
           identity: what stored bytes depend on; computed where it is not given.
+          clock: seconds, for eviction; never goes back.
 
         Raises:
           UserError: the device cannot address blocks of this model.
@@ -131,11 +98,28 @@ class Runner:
         self.model, self.options, self.sizes = model, options, sizes
         self.steps = Steps(model, options)
         self.identity = identity or identify(model, options)
-        pool = PoolSizes(blocks=capacity.blocks, snapshots=sizes.snapshots)
+        self.plan_options = PlanOptions(
+            tile=options.tile,
+            snapshot_bytes=sum(snapshot_bytes(geometry).values()),
+            cost=sizes.cost,
+            replay=sizes.replay,
+        )
+        self._clock = clock
+        self.reset()
+        cache = self.steps.warm_up(Cache.init(geometry, capacity))
+        snapshots = Snapshots.init(geometry, max(sizes.snapshots, 1))
+        cache, self.snapshots = self.steps.warm_up_snapshots(cache, snapshots)
+        self.cache = self.steps.warm_up_moves(cache)
+
+    def reset(self) -> None:
+        """Forgets every prefix and sequence; compiles nothing and clears no bytes."""
+        geometry, sizes = self.model.geometry, self.sizes
+        pool = PoolSizes(blocks=sizes.capacity.blocks, snapshots=sizes.snapshots)
         self.allocator = Allocator(
             {Tier.DEVICE: pool},
-            policy=sizes.eviction or seconds_per_byte(geometry, options.tile, sizes.cost),
-            clock=time.monotonic,
+            policy=sizes.eviction
+            or calibration.seconds_per_byte(geometry, self.options.tile, sizes.cost),
+            clock=self._clock,
             debug=sizes.debug,
         )
         self.directory = Directory(
@@ -144,23 +128,22 @@ class Runner:
             block_tokens=geometry.block_tokens,
             required_kinds=kind_bits((*block_kinds(geometry), *snapshot_kinds(geometry))),
         )
+        self.publisher = Publisher(self.allocator, self.directory, geometry)
         self.ledger = Ledger() if sizes.ledger else None
-        self.plan_options = PlanOptions(
-            tile=options.tile,
-            snapshot_bytes=sum(snapshot_bytes(geometry).values()),
-            cost=sizes.cost,
-            replay=sizes.replay,
-        )
-        self._free = list(range(capacity.slots))[::-1]
+        self._free = list(range(sizes.capacity.slots))[::-1]
         self._running: dict[int, Sequence] = {}
-        cache = self.steps.warm_up(Cache.init(geometry, capacity))
-        snapshots = Snapshots.init(geometry, max(sizes.snapshots, 1))
-        self.cache, self.snapshots = self.steps.warm_up_snapshots(cache, snapshots)
 
     @property
     def capacity_tokens(self) -> int:
         """Tokens of the longest sequence."""
         return self.sizes.capacity.tokens(self.model.geometry)
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that no sequence has."""
+        return len(self._free)
+
+    # From a prompt to a seat.
 
     def chain(self, prompt: np.ndarray, *, namespace: str = "") -> TokenChain:
         """The prompt with its hashes; extend it and pass it again when a conversation grows."""
@@ -181,9 +164,139 @@ class Runner:
         ideal = None
         if self.ledger is not None:
             ideal = min(self.ledger.longest(namespace, chain.tokens), chain.length - 1)
+        if not self.sizes.reuse:
+            return reuse_is_off(chain.length, self.plan_options, ideal)
         return plan_prefix(
             self.directory, chain, self.model.geometry, self.plan_options, ideal=ideal
         )
+
+    def require_fits(self, tokens: int) -> int:
+        """Blocks of a sequence of ``tokens`` tokens.
+
+        Raises:
+          NeverFits: the pool is smaller; shared blocks count too, since nothing frees them.
+        """
+        total, capacity = cdiv(tokens, self.model.geometry.block_tokens), self.sizes.capacity.blocks
+        if total > capacity:
+            raise NeverFits(tier=Tier.DEVICE, form=Form.BLOCK, needed=total, capacity=capacity)
+        return total
+
+    def hold(self, chain: TokenChain, *, tokens: int, namespace: str = "") -> Hold:
+        """Plans a prompt, leases what is shared and reserves the rest, or nothing.
+
+        Args:
+          chain: the prompt.
+          tokens: room that it needs, new tokens included.
+          namespace: of the chain.
+
+        Raises:
+          NoRoom: too little room now; nothing is held.
+          NeverFits: the pool is too small for it.
+        """
+        total = self.require_fits(tokens)
+        plan, allocator = self.plan(chain, namespace=namespace), self.allocator
+        shared = snapshot = None
+        try:
+            if isinstance(plan, Plan):
+                shared = allocator.lease(plan.entries, plan.generations)
+                snapshot = self._lease_snapshot(plan)
+            else:
+                shared = allocator.lease(NO_ENTRIES)
+            blocks = total - len(shared.entries)
+            reservation = allocator.reserve(blocks=blocks)
+        except (LeaseError, NoRoom, UserError):
+            for receipt in (shared, snapshot):
+                if receipt is not None:
+                    allocator.release(receipt)
+            raise
+        return Hold(
+            chain=chain,
+            namespace=namespace,
+            plan=plan,
+            tokens=tokens,
+            shared=shared,
+            snapshot=snapshot,
+            reservation=reservation,
+            blocks=blocks,
+        )
+
+    def drop(self, hold: Hold) -> None:
+        """Gives back what ``hold`` took."""
+        self.allocator.cancel(hold.reservation)
+        self.allocator.release(hold.shared)
+        if hold.snapshot is not None:
+            self.allocator.release(hold.snapshot)
+
+    def seat(
+        self,
+        hold: Hold,
+        *,
+        policy: SnapshotPolicy | None = None,
+        generated_from: int | None = None,
+    ) -> Sequence:
+        """Gives a held prompt a slot; computes nothing yet.
+
+        Args:
+          hold: what it holds.
+          policy: where it writes snapshots, instead of the runner's.
+          generated_from: where an earlier output begins in it, when it is computed again to be
+            published: it then does not count as a prompt that finds something.
+
+        Raises:
+          NoSlot: no slot is free; the hold stays as it is.
+        """
+        if not self._free:
+            raise NoSlot(f"all {self.sizes.capacity.slots} slots are taken")
+        allocator = self.allocator
+        generated, read = self.publisher.generated, [hold.shared.entries]
+        if hold.snapshot is not None:
+            read.append(hold.snapshot.entries)
+        if generated_from is None:
+            generated.found(hold.shared.entries)
+        own = allocator.take(hold.reservation, Form.BLOCK, hold.blocks)
+        allocator.cancel(hold.reservation)
+        sequence = Sequence(
+            slot=self._free.pop(),
+            chain=hold.chain,
+            namespace=hold.namespace,
+            prompt_tokens=hold.chain.length,
+            plan=hold.plan,
+            shared=hold.shared,
+            own=own,
+            computed=hold.plan.start if isinstance(hold.plan, Plan) else 0,
+            exact=generated.exact(np.concatenate(read)),
+            generated_from=generated_from,
+        )
+        if self._writes_snapshots:
+            sequence.snapshots_at = (policy or self.sizes.policy).positions(
+                tokens=sequence.prompt_tokens,
+                start=sequence.start,
+                exact_from=sequence.exact_from,
+                shared=sequence.shared_tokens,
+                tile=self.options.tile,
+            )
+        self._admit(sequence)
+        allocator.touch(hold.shared.entries)
+        if hold.snapshot is not None:
+            allocator.touch(hold.snapshot.entries)
+            # Reading it is dispatched before anything that could overwrite it.
+            allocator.release(hold.snapshot)
+        self._running[sequence.slot] = sequence
+        return sequence
+
+    @property
+    def _writes_snapshots(self) -> bool:
+        return bool(snapshot_kinds(self.model.geometry)) and self.sizes.reuse
+
+    def expect_fork(self, sequence: Sequence, position: int) -> None:
+        """Another prompt shares a sequence's tokens up to a tile boundary that is still to come.
+
+        Where the runner keeps fork points, it gets a snapshot when it is reached.
+        """
+        sequence.forks = tuple(sorted({*sequence.forks, position}))
+        kept = self._writes_snapshots and self.sizes.policy.forks
+        if kept and position >= sequence.exact_from:
+            sequence.snapshots_at = tuple(sorted({*sequence.snapshots_at, position}))
 
     def start(
         self,
@@ -222,125 +335,60 @@ class Runner:
                 f"the chain's {chain.length} tokens are not the prompt's {len(prompt)}: extend the "
                 "chain by the new tokens first"
             )
-        plan = self.plan(chain, namespace=namespace)
-        shared, own = self._hold(plan, len(prompt) + max_new_tokens)
-        sequence = Sequence(
-            slot=self._free.pop(),
-            chain=chain,
-            namespace=namespace,
-            prompt_tokens=len(prompt),
-            plan=plan,
-            shared=shared,
-            own=own,
-            snapshots_at=(),
-            computed=0,
-            generated=[],
-            stored=[],
-        )
-        if snapshot_kinds(self.model.geometry):
-            sequence.snapshots_at = (policy or self.sizes.policy).positions(
-                tokens=len(prompt),
-                start=sequence.start,
-                exact_from=sequence.exact_from,
-                shared=sequence.shared_tokens,
-                tile=self.options.tile,
-            )
-        sequence.computed = sequence.start
-        self._seat(sequence)
-        self._running[sequence.slot] = sequence
-        return sequence
+        hold = self.hold(chain, tokens=len(prompt) + max_new_tokens, namespace=namespace)
+        return self.seat(hold, policy=policy)
 
-    def measure_cost(self, *, repeats: int = 5) -> CostModel:
-        """Times a tile step and the reading of a snapshot on this device, medians of ``repeats``.
-
-        Pass it as ``RunnerOptions.cost`` to the next runner. Changes nothing: the tile's lane and
-        the snapshot's reader sit past the last slot, so that every write is dropped.
-        """
-        nowhere = self.sizes.capacity.slots
-        (batch,) = prompt_tiles(
-            np.zeros(self.options.tile, np.int32),
-            nowhere,
-            self.options,
-            nowhere,
-            write_from=self.options.tile,
-        )
-        empty = np.full(self.sizes.capacity.blocks_per_sequence, 0, np.int32)
-
-        def tile() -> None:
-            logits, self.cache = self.steps.tile(batch, self.cache)
-            logits.block_until_ready()
-
-        def read() -> None:
-            self.cache = self.steps.admit(
-                self.cache, self.snapshots, slot=nowhere, table=empty, length=0, place=0
-            )
-            self.cache.lengths.block_until_ready()
-
-        size = self.plan_options.snapshot_bytes
-        return CostModel(
-            tile_seconds=_median_seconds(tile, repeats),
-            bytes_per_second={Tier.DEVICE: max(size, 1) / _median_seconds(read, repeats)},
-        )
-
-    def _hold(self, plan: Plan | Miss, tokens: int) -> tuple[Receipt, Receipt]:
-        """Leases what the plan shares and reserves the rest, or neither."""
-        allocator, empty = self.allocator, np.empty(0, np.int32)
-        total = cdiv(tokens, self.model.geometry.block_tokens)
-        if total > self.sizes.capacity.blocks:  # shared blocks count too: nothing frees them
-            raise NeverFits(
-                tier=Tier.DEVICE,
-                form=Form.BLOCK,
-                needed=total,
-                capacity=self.sizes.capacity.blocks,
-            )
-        if isinstance(plan, Plan):
-            shared = allocator.lease(plan.entries, plan.generations)
-        else:
-            shared = allocator.lease(empty)
-        blocks = total - len(shared.entries)
-        snapshot = None
-        try:
-            snapshot = self._lease_snapshot(plan)
-            reservation = allocator.reserve(blocks=blocks)
-        except (LeaseError, NoRoom, UserError):
-            allocator.release(shared)
-            raise
-        finally:
-            if snapshot is not None:
-                # Reading it is dispatched before anything that could overwrite it.
-                allocator.release(snapshot)
-        own = allocator.take(reservation, Form.BLOCK, blocks)
-        allocator.cancel(reservation)
-        allocator.touch(shared.entries)
-        if snapshot is not None:
-            allocator.touch(snapshot.entries)
-        return shared, own
-
-    def _lease_snapshot(self, plan: Plan | Miss) -> Receipt | None:
-        if not isinstance(plan, Plan) or plan.snapshot < 0:
+    def _lease_snapshot(self, plan: Plan) -> Receipt | None:
+        if plan.snapshot < 0:
             return None
         entry = np.array([plan.snapshot], np.int32)
-        generation = np.array([plan.snapshot_generation], np.uint32)
-        return self.allocator.lease(entry, generation)
+        return self.allocator.lease(entry, np.array([plan.snapshot_generation], np.uint32))
 
-    def _seat(self, sequence: Sequence) -> None:
-        places = self.allocator.entries.place[Tier.DEVICE]
+    def table(self, sequence: Sequence) -> np.ndarray:
+        """Its block table, int32 ``[blocks_per_sequence]``."""
+        capacity = self.sizes.capacity
         entries = np.concatenate([sequence.shared.entries, sequence.own.entries])
-        table = np.full(
-            self.sizes.capacity.blocks_per_sequence, self.sizes.capacity.blocks, np.int32
-        )
-        table[: len(entries)] = places[entries]
+        table = np.full(capacity.blocks_per_sequence, capacity.blocks, np.int32)
+        table[: len(entries)] = self.allocator.entries.place[Tier.DEVICE][entries]
+        return table
+
+    def _admit(self, sequence: Sequence) -> None:
         plan, place = sequence.plan, max(self.sizes.snapshots, 1)  # past the pool: none
         if isinstance(plan, Plan) and plan.snapshot >= 0:
-            place = int(places[plan.snapshot])
+            place = int(self.allocator.entries.place[Tier.DEVICE][plan.snapshot])
         self.cache = self.steps.admit(
             self.cache,
             self.snapshots,
             slot=sequence.slot,
-            table=table,
+            table=self.table(sequence),
             length=sequence.start,
             place=place,
         )
+
+    def take_seat(self, sequence_of: Callable[[int], Sequence]) -> Sequence:
+        """Gives a free slot to what ``sequence_of`` makes for it; for states that come back.
+
+        Raises:
+          NoSlot: no slot is free.
+        """
+        if not self._free:
+            raise NoSlot(f"all {self.sizes.capacity.slots} slots are taken")
+        sequence = sequence_of(self._free[-1])
+        self._free.pop()
+        self._running[sequence.slot] = sequence
+        return sequence
+
+    # Computing.
+
+    def measure_cost(self, *, repeats: int = 5) -> CostModel:
+        """Times a tile step and the reading of a snapshot on this device, medians of ``repeats``.
+
+        Pass it as ``RunnerOptions.cost`` to the next runner. Changes nothing.
+        """
+        cost, self.cache = calibration.measure_cost(
+            self.steps, self.cache, self.snapshots, repeats=repeats
+        )
+        return cost
 
     def prefill(self, sequence: Sequence) -> np.ndarray:
         """Computes the prompt's remaining tokens, publishes them, and returns logits.
@@ -361,26 +409,38 @@ class Runner:
 
     def tile(self, sequence: Sequence) -> jax.Array:
         """Computes the next tile of a prompt; its logits, as the tile step gives them."""
+        return self.tiles((sequence,))
+
+    def tiles(self, sequences: List[Sequence]) -> jax.Array:
+        """Computes the next tile of each prompt, one a lane, in one step.
+
+        Returns the step's logits; lane ``i`` is that of ``sequences[i]``.
+        """
+        lanes = [self._lane(sequence) for sequence in sequences]
+        batch = tile_batch(lanes, self.options, self.sizes.capacity.slots)
+        logits, self.cache = self.steps.tile(batch, self.cache)
+        for sequence, lane in zip(sequences, lanes, strict=True):
+            sequence.computed += len(lane.tokens)
+            if sequence.computed in sequence.snapshots_at:
+                self.store_snapshot(sequence)
+        return logits
+
+    def _lane(self, sequence: Sequence) -> LaneTile:
         self._check_running(sequence)
-        plan = sequence.plan
+        if not sequence.tokens_left:
+            raise UserError("the prompt is computed already: decode its next token")
         end = min(sequence.computed + self.options.tile, sequence.prompt_tokens)
-        (batch,) = prompt_tiles(
-            sequence.chain.tokens[:end].astype(np.int32),
-            sequence.slot,
-            self.options,
-            self.sizes.capacity.slots,
+        plan = sequence.plan
+        return LaneTile(
+            tokens=sequence.chain.tokens[sequence.computed : end],
+            slot=sequence.slot,
             start=sequence.computed,
             known_from=plan.known_from if isinstance(plan, Plan) else 0,
             write_from=sequence.shared_tokens,
         )
-        logits, self.cache = self.steps.tile(batch, self.cache)
-        sequence.computed = end
-        if end in sequence.snapshots_at:
-            self._store_snapshot(sequence)
-        return logits
 
-    def _store_snapshot(self, sequence: Sequence) -> None:
-        """Copies the state to a snapshot of its own, if there is room for one."""
+    def store_snapshot(self, sequence: Sequence) -> None:
+        """Copies the state, which stands at a tile boundary, if there is room for a snapshot."""
         try:
             reservation = self.allocator.reserve(snapshots=1)
         except (NoRoom, UserError):
@@ -394,61 +454,58 @@ class Runner:
         )
         sequence.stored.append((sequence.computed, receipt))
 
-    def publish(self, sequence: Sequence) -> None:
-        """Publishes every complete block of the prompt so far, then the snapshots on them.
-
-        Device order makes the bytes final: whoever reads them is dispatched later. Blocks that
-        another sequence published meanwhile stay private here.
-        """
-        block, allocator = self.model.geometry.block_tokens, self.allocator
-        shared = sequence.shared_tokens // block
-        done = min(sequence.computed, sequence.prompt_tokens) // block
-        whole = sequence.own.entries[: max(done - shared, 0)]
-        filling = allocator.entries.state[Tier.DEVICE, whole] == TierState.FILLING
-        allocator.commit(whole[filling], kind_bits(block_kinds(self.model.geometry)))
-        if len(self.directory.find(sequence.chain).entries) >= shared:
-            self.directory.publish(sequence.chain, shared, whole)
-        self._publish_snapshots(sequence)
-        computed = min(sequence.computed, sequence.prompt_tokens)
-        self._note(sequence.namespace, sequence.chain.tokens[:computed])
-
-    def _publish_snapshots(self, sequence: Sequence) -> None:
-        block = self.model.geometry.block_tokens
-        shown = len(self.directory.find(sequence.chain).entries) * block
-        for position, receipt in sequence.stored:
-            self.allocator.commit(receipt.entries, kind_bits(snapshot_kinds(self.model.geometry)))
-            if position <= shown:  # past a collision, or behind what was withdrawn, is nothing
-                self.directory.publish_snapshot(sequence.chain, position, int(receipt.entries[0]))
-            self.allocator.release(receipt)
-        sequence.stored = []
-
     def decode(self, tokens: Mapping[Sequence, int]) -> dict[Sequence, np.ndarray]:
         """Consumes one token of each sequence; float32 logits ``[vocab]`` of each."""
+        rows = np.asarray(self.advance(tokens))
+        return {sequence: rows[sequence.slot] for sequence in tokens}
+
+    def advance(self, tokens: Mapping[Sequence, int]) -> jax.Array:
+        """Consumes one token of each sequence; the step's logits, float32 ``[slots, vocab]``."""
         slots = self.sizes.capacity.slots
         ids, active = np.zeros(slots, np.int32), np.zeros(slots, bool)
         for sequence, token in tokens.items():
-            self._check_running(sequence)
-            if sequence.computed < sequence.prompt_tokens:
-                raise UserError(
-                    f"{sequence.prompt_tokens - sequence.computed} tokens of the prompt are not "
-                    "computed yet: call prefill(sequence) first"
-                )
-            if sequence.computed >= self._room(sequence):
-                raise UserError(
-                    f"the sequence has no room for another token: it was started for "
-                    f"{self._room(sequence)} tokens; give start() a larger max_new_tokens"
-                )
+            self._check_decodes(sequence)
             ids[sequence.slot], active[sequence.slot] = token, True
+        for sequence, token in tokens.items():
             sequence.generated.append(token)
             sequence.computed += 1
         batch = DecodeBatch(tokens=jax.device_put(ids), active=jax.device_put(active))
         logits, self.cache = self.steps.decode(batch, self.cache)
-        rows = np.asarray(logits)
-        return {sequence: rows[sequence.slot] for sequence in tokens}
+        return logits
 
-    def _room(self, sequence: Sequence) -> int:
-        held = len(sequence.shared.entries) + len(sequence.own.entries)
-        return held * self.model.geometry.block_tokens
+    def _check_decodes(self, sequence: Sequence) -> None:
+        self._check_running(sequence)
+        if sequence.tokens_left:
+            raise UserError(
+                f"{sequence.tokens_left} tokens of the prompt are not computed yet: call "
+                "prefill(sequence) first"
+            )
+        room = self.model.geometry.block_tokens * (
+            len(sequence.shared.entries) + len(sequence.own.entries)
+        )
+        if sequence.computed >= room:
+            raise UserError(
+                f"the sequence has no room for another token: it was started for {room} tokens; "
+                "give start() a larger max_new_tokens"
+            )
+
+    # Publishing and giving back.
+
+    def publish(self, sequence: Sequence) -> None:
+        """Publishes every complete block of the prompt so far, then the snapshots on them."""
+        if self.sizes.reuse:
+            self.publisher.prompt(sequence)
+        computed = min(sequence.computed, sequence.prompt_tokens)
+        self._note(sequence.namespace, sequence.chain.tokens[:computed])
+
+    def publish_as_decoded(self, sequence: Sequence) -> None:
+        """Publishes the blocks of generated tokens too, as decode steps made them.
+
+        Marks them: a sequence that reads them is not ``exact``.
+        """
+        self._check_running(sequence)
+        if self.sizes.reuse and sequence.generated and not sequence.tokens_left:
+            self.publisher.as_decoded(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Gives everything back. What was published stays; the rest is free at once.
@@ -464,8 +521,14 @@ class Runner:
             ]
         )
         self._note(sequence.namespace, computed)
-        self.allocator.release(sequence.shared)
-        self.allocator.release(sequence.own)
+        self.release(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Gives slot and claims back and publishes nothing; ``finish`` is what ends a sequence."""
+        self._check_running(sequence)
+        for receipt in (sequence.shared, sequence.own, *(r for _, r in sequence.stored)):
+            self.allocator.release(receipt)
+        sequence.stored = []
         sequence.finished = True
         del self._running[sequence.slot]
         self._free.append(sequence.slot)
@@ -477,27 +540,6 @@ class Runner:
     def _check_running(self, sequence: Sequence) -> None:
         if sequence.finished or self._running.get(sequence.slot) is not sequence:
             raise UserError("this sequence is finished: start a new one")
-
-
-def _median_seconds(function: Callable[[], None], repeats: int) -> float:
-    seconds = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        function()
-        seconds.append(time.perf_counter() - began)
-    return float(np.median(seconds))
-
-
-def seconds_per_byte(geometry: Geometry, tile: int, cost: CostModel) -> SecondsPerByte:
-    """The default eviction policy: what a block or a snapshot saves when it is found again."""
-    state = max(sum(snapshot_bytes(geometry).values()), 1)
-    replay = cdiv(geometry.longest_replay_tokens, tile) * cost.tile_seconds
-    return SecondsPerByte(
-        block_seconds=cost.tile_seconds * geometry.block_tokens / tile,
-        block_bytes=geometry.block_bytes,
-        snapshot_seconds=replay,
-        snapshot_bytes=state,
-    )
 
 
 def identify(model: StepModel, options: StepOptions) -> Identity:

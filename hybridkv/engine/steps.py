@@ -4,10 +4,16 @@
     params, batch, cache --decode--> logits, cache'
     cache, snapshots, slot, table, length, place --admit--> cache'
     snapshots, cache, slot, place --write_snapshot--> snapshots'    (snapshots are DONATED)
+    cache, places --read_blocks--> blocks
+    cache, blocks, places --write_blocks--> cache'
+    cache, slot --read_state--> state
+    cache, state, slot, table, length --write_state--> cache'
 
 Whoever calls a step owns the cache; nothing else may hold on to it.
 """
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,7 +24,19 @@ from hybridkv.engine.protocol import StepModel
 from hybridkv.errors import UserError
 from hybridkv.state.batch import DecodeBatch, StepOptions, TileBatch
 from hybridkv.state.cache import Cache
+from hybridkv.state.sequence import SequenceState
 from hybridkv.state.snapshot import Snapshots, admit, write_snapshot
+from hybridkv.state.transfer import (
+    MovedBlocks,
+    gather_blocks,
+    gather_state,
+    scatter_blocks,
+    scatter_state,
+)
+
+MOVED_BLOCKS = 8
+"""Blocks that one read or write of blocks moves. More means fewer dispatches and more bytes moved
+for nothing at the end of a sequence."""
 
 
 class DonatedCacheError(RuntimeError):
@@ -47,6 +65,10 @@ class Steps:
         self._decode = jax.jit(decode, donate_argnames="cache")
         self._admit = jax.jit(admit, donate_argnames="cache")
         self._write_snapshot = jax.jit(write_snapshot, donate_argnames="snapshots")
+        self._read_blocks = jax.jit(gather_blocks)
+        self._write_blocks = jax.jit(scatter_blocks, donate_argnames="cache")
+        self._read_state = jax.jit(gather_state)
+        self._write_state = jax.jit(scatter_state, donate_argnames="cache")
 
     def tile(self, batch: TileBatch, cache: Cache) -> tuple[jax.Array, Cache]:
         """One tile of prompt tokens of each lane. DONATES cache.
@@ -109,6 +131,55 @@ class Steps:
         _check_alive(cache, "write_snapshot")
         return self._write_snapshot(snapshots, cache, _scalar(slot), _scalar(place))
 
+    def read_blocks(self, cache: Cache, places: np.ndarray) -> MovedBlocks:
+        """Copies blocks out of the cache.
+
+        Args:
+          cache: the cache.
+          places: int32 ``[MOVED_BLOCKS]``; those past the pool give something finite.
+        """
+        _check_alive(cache, "read_blocks")
+        return self._read_blocks(cache, jax.device_put(_places(places)))
+
+    def write_blocks(self, cache: Cache, blocks: MovedBlocks, places: np.ndarray) -> Cache:
+        """Writes what ``read_blocks`` gave; places past the pool are skipped. DONATES cache."""
+        _check_alive(cache, "write_blocks")
+        return self._write_blocks(cache, blocks, jax.device_put(_places(places)))
+
+    def read_state(self, cache: Cache, slot: int) -> SequenceState:
+        """Copies a slot's state, open cells included."""
+        _check_alive(cache, "read_state")
+        return self._read_state(cache, _scalar(slot))
+
+    def write_state(
+        self, cache: Cache, state: SequenceState, *, slot: int, table: np.ndarray, length: int
+    ) -> Cache:
+        """Seats a sequence with a state from ``read_state``. DONATES cache.
+
+        Args:
+          cache: the cache.
+          state: of the sequence, at ``length`` tokens.
+          slot: its seat.
+          table: int32 ``[blocks_per_sequence]``.
+          length: tokens that are consumed.
+        """
+        _check_alive(cache, "write_state")
+        return self._write_state(
+            cache, state, _scalar(slot), jax.device_put(table), _scalar(length)
+        )
+
+    def warm_up_moves(self, cache: Cache) -> Cache:
+        """Compiles the moves of blocks and states by moving nothing. DONATES cache.
+
+        What is written comes from the host, as it does when a parked sequence returns.
+        """
+        nowhere = np.full(MOVED_BLOCKS, np.iinfo(np.int32).max, np.int32)
+        blocks = jax.device_get(self.read_blocks(cache, nowhere))
+        cache = self.write_blocks(cache, to_device(blocks), nowhere)
+        state = jax.device_get(self.read_state(cache, cache.slots))
+        table = np.zeros(cache.block_table.shape[1], np.int32)
+        return self.write_state(cache, to_device(state), slot=cache.slots, table=table, length=0)
+
     def warm_up(self, cache: Cache) -> Cache:
         """Compiles both steps by running them idle; contents stay as they are. DONATES cache."""
         _, cache = self.tile(idle_tile(self.options, cache.slots), cache)
@@ -122,6 +193,17 @@ class Steps:
         snapshots = self.write_snapshot(snapshots, cache, slot=0, place=past)
         cache = self.admit(cache, snapshots, slot=cache.slots, table=nowhere, length=0, place=past)
         return cache, snapshots
+
+
+def to_device(tree: Any) -> Any:
+    """Host arrays on the default device, as every write of a step takes them."""
+    return jax.tree.map(jax.device_put, tree)
+
+
+def _places(places: np.ndarray) -> np.ndarray:
+    if places.shape != (MOVED_BLOCKS,):
+        raise ValueError(f"places have shape {places.shape}: {MOVED_BLOCKS} blocks move at once")
+    return places.astype(np.int32)
 
 
 def _scalar(value: int) -> jax.Array:
@@ -154,6 +236,49 @@ def idle_decode(slots: int) -> DecodeBatch:
     return DecodeBatch(tokens=jnp.zeros((slots,), jnp.int32), active=jnp.zeros((slots,), bool))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaneTile:
+    """What one lane of a tile step computes."""
+
+    tokens: np.ndarray
+    """Integer ``[n]``, at most a tile."""
+    slot: int
+    start: int
+    """Position of the first of them."""
+    known_from: int = 0
+    """See ``TileBatch.known_from``."""
+    write_from: int = 0
+    """See ``TileBatch.write_from``."""
+
+
+def tile_batch(lanes: Sequence[LaneTile], options: StepOptions, slots: int) -> TileBatch:
+    """The batch of one tile step; lanes beyond those given are idle.
+
+    Args:
+      lanes: of different slots, at most ``options.lanes``.
+      options: lanes and tile.
+      slots: number of slots, which marks the idle lanes.
+
+    Raises:
+      ValueError: too many lanes or tokens, or a start that is not a tile boundary.
+    """
+    if len(lanes) > options.lanes:
+        raise ValueError(f"{len(lanes)} lanes do not fit {options.lanes}")
+    tokens = np.zeros((options.lanes, options.tile), np.int32)
+    columns = np.zeros((5, options.lanes), np.int32)
+    columns[0] = slots
+    for number, lane in enumerate(lanes):
+        if lane.start % options.tile:
+            raise ValueError(f"start {lane.start} is not a multiple of the tile, {options.tile}")
+        tokens[number, : len(lane.tokens)] = lane.tokens
+        end = lane.start + len(lane.tokens)
+        columns[:, number] = (lane.slot, lane.start, end, lane.known_from, lane.write_from)
+    names = ("slots", "starts", "ends", "known_from", "write_from")
+    # device_put, because jnp.asarray compiles once a shape.
+    parts = {name: jax.device_put(column) for name, column in zip(names, columns, strict=True)}
+    return TileBatch(tokens=jax.device_put(tokens), **parts)
+
+
 def prompt_tiles(
     tokens: np.ndarray,
     slot: int,
@@ -177,35 +302,14 @@ def prompt_tiles(
     """
     if start % options.tile:
         raise ValueError(f"start {start} is not a multiple of the tile, {options.tile}")
-    return [
-        _one_lane(tokens, slot, options, slots, first, known_from, write_from)
+    lanes = (
+        LaneTile(
+            tokens=tokens[first : first + options.tile],
+            slot=slot,
+            start=first,
+            known_from=known_from,
+            write_from=write_from,
+        )
         for first in range(start, len(tokens), options.tile)
-    ]
-
-
-def _one_lane(
-    tokens: np.ndarray,
-    slot: int,
-    options: StepOptions,
-    slots: int,
-    first: int,
-    known_from: int,
-    write_from: int,
-) -> TileBatch:
-    part = tokens[first : first + options.tile]
-    padded = np.zeros((options.lanes, options.tile), np.int32)
-    padded[0, : len(part)] = part
-
-    def lanes(active: int, idle: int = 0) -> jax.Array:
-        values = np.full((options.lanes,), idle, np.int32)
-        values[0] = active
-        return jax.device_put(values)  # jnp.asarray compiles once a shape
-
-    return TileBatch(
-        tokens=jax.device_put(padded),
-        slots=lanes(slot, idle=slots),
-        starts=lanes(first),
-        ends=lanes(first + len(part)),
-        known_from=lanes(known_from),
-        write_from=lanes(write_from),
     )
+    return [tile_batch((lane,), options, slots) for lane in lanes]

@@ -191,6 +191,18 @@ def plan_prefix(
     return _plan(search, match, found, ideal)
 
 
+def reuse_is_off(tokens: int, options: PlanOptions, ideal: int | None) -> Miss:
+    """The answer where nothing is ever published."""
+    return Miss(
+        tokens=tokens,
+        reason="reuse is off",
+        kind=None,
+        seconds=options.cost.compute(start=0, tokens=tokens, tile=options.tile),
+        ideal=ideal,
+        losses=blame(ideal or 0, (Step(position=0, cause=Cause.POLICY),)),
+    )
+
+
 def _foreign(tokens: int, parts: tuple[str, ...], options: PlanOptions, ideal: int | None) -> Miss:
     """Bytes of another geometry, weights, layout or numerics are never read."""
     cause = Cause.NUMERICS if parts == ("numerics",) else Cause.LAYOUT

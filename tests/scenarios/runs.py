@@ -13,7 +13,8 @@ from toy import TOY, digest, toy_options, toy_runtime
 
 from hybridkv.blocks.entries import Form, Tier
 from hybridkv.blocks.invariants import check
-from hybridkv.engine.runner import Runner, RunnerOptions, Sequence
+from hybridkv.engine.runner import Runner, RunnerOptions
+from hybridkv.engine.sequence import Sequence
 from hybridkv.geometry import Geometry
 from hybridkv.prefixes.identity import Identity
 from hybridkv.prefixes.plan import Miss, Plan, PlanOptions, plan_prefix

@@ -5,7 +5,7 @@ import pytest
 
 from hybridkv.blocks.entries import Form
 from hybridkv.blocks.pools import NeverFits, NoRoom
-from hybridkv.engine.runner import NoSlot
+from hybridkv.engine.sequence import NoSlot
 from hybridkv.errors import UserError
 from hybridkv.prefixes.policy import DENSE
 from hybridkv.state.capacity import Capacity

@@ -7,7 +7,7 @@ import pytest
 
 from hybridkv.blocks.eviction import LeastRecentlyUsed
 from hybridkv.blocks.pools import NoRoom
-from hybridkv.engine.runner import NoSlot
+from hybridkv.engine.sequence import NoSlot
 from hybridkv.prefixes.plan import Miss
 from hybridkv.prefixes.policy import DEFAULT, DENSE, ENDS, NEVER
 from scenarios.runs import (

@@ -8,7 +8,8 @@ from toy import digest, prompt, toy_options, toy_runtime
 from hybridkv.blocks.entries import Form, Tier
 from hybridkv.blocks.pools import NeverFits, NoRoom
 from hybridkv.engine.numerics import numerics_id
-from hybridkv.engine.runner import NoSlot, Runner, RunnerOptions, identify
+from hybridkv.engine.runner import Runner, RunnerOptions, identify
+from hybridkv.engine.sequence import NoSlot
 from hybridkv.errors import UserError
 from hybridkv.prefixes.plan import Miss, Outcome, Plan
 from hybridkv.prefixes.policy import DENSE, NEVER

@@ -1,0 +1,671 @@
+r"""Many requests over one runner: who runs when is the scheduler's, how is the runner's.
+
+    submit --> Task --arrange--> hold, seat --select--> tile and decode steps --> sample --> pieces
+                          \--> park, restore, expire            \--> publish, give back
+
+One thread calls an engine, and owns the cache by it. A turn (``step``) first settles who comes and
+goes, then computes at most one decode step and the tiles that the token budget allows. Whatever
+ends a request, at whatever stage, gives back all it held; an engine never ends of one request.
+Nothing compiles after construction.
+"""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from hybridkv.arithmetic import round_down
+from hybridkv.blocks.entries import Form
+from hybridkv.blocks.leases import LeaseError
+from hybridkv.blocks.pools import NoRoom
+from hybridkv.engine.choosing import Chosen, SlotSampler
+from hybridkv.engine.counters import EngineCounters
+from hybridkv.engine.generate import check_prompt
+from hybridkv.engine.generated import GeneratedUse, Publish
+from hybridkv.engine.guard import CompileGuard
+from hybridkv.engine.idle import IdleCounters, IdlePublisher
+from hybridkv.engine.parking import ParkedBytesLost, park, parked_bytes, unpark
+from hybridkv.engine.probe import Probe, probe
+from hybridkv.engine.protocol import StepModel
+from hybridkv.engine.requests import Finish, Output, Piece, Request, prompt_ids
+from hybridkv.engine.restores import Restores, RestoreState
+from hybridkv.engine.runner import Runner, RunnerOptions
+from hybridkv.engine.scheduler import FOREVER, Room, SchedulerOptions, Stage, arrange, select
+from hybridkv.engine.sequence import NoSlot, Sequence
+from hybridkv.engine.stops import StopMatcher
+from hybridkv.engine.task import Task, Text
+from hybridkv.errors import UserError
+from hybridkv.prefixes.hashing import equal_tokens
+from hybridkv.prefixes.identity import Identity
+from hybridkv.prefixes.needs import replay_start
+from hybridkv.prefixes.plan import Plan
+from hybridkv.state.batch import StepOptions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Choices of an engine. Only ``logprobs`` is compiled in."""
+
+    scheduler: SchedulerOptions = dataclasses.field(default_factory=SchedulerOptions)
+    publish: Publish = Publish.CANONICAL
+    """What becomes of generated tokens, unless a request says otherwise."""
+    logprobs: int = 0
+    """The most likeliest tokens that a request may ask for."""
+    park_bytes: int = 1 << 30
+    """Host memory for parked sequences; what does not fit is not preempted."""
+    restore_s: float = 1.0
+    """Seconds a request waits for its prefix to be loaded before it computes it."""
+    digests: bool = False
+    """Keep a digest of all logits of each output; costs their transfer and a hash."""
+    strict: bool = False
+    """Raise where something compiles after warm-up; otherwise it is counted."""
+    probe: bool = True
+    """Check at warm-up that lanes and neighbours change no bits here, and use one at a time if they
+    do."""
+
+
+class Handle:
+    """A request on its way: its outputs grow as the engine runs.
+
+    Iterating runs the engine until this request has ended, and gives the first output's tokens.
+    """
+
+    def __init__(
+        self, engine: "Engine", tasks: tuple[Task, ...], driver: Callable[[], bool]
+    ) -> None:
+        self._engine, self._tasks, self._driver = engine, tasks, driver
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """One a sample."""
+        return tuple(task.output for task in self._tasks)
+
+    @property
+    def output(self) -> Output:
+        """The first."""
+        return self._tasks[0].output
+
+    @property
+    def done(self) -> bool:
+        """Whether all outputs are complete."""
+        return all(task.ended for task in self._tasks)
+
+    def pieces(self, sample: int = 0) -> Iterator[Piece]:
+        """Pieces of one output as they come; runs the engine while there is none."""
+        output, given = self._tasks[sample].output, 0
+        while True:
+            yield from output.pieces[given:]
+            if given == len(output.pieces) and output.finish is not None:
+                return
+            given = len(output.pieces)
+            if output.finish is None:
+                self._driver()
+
+    def __iter__(self) -> Iterator[int]:
+        return (piece.token for piece in self.pieces())
+
+    def result(self) -> Output:
+        """Runs the engine until the request has ended; its first output."""
+        while not self.done:
+            self._driver()
+        return self.output
+
+    def cancel(self) -> bool:
+        """Ends it with what it has; False where it had ended before."""
+        return self._engine.cancel(self)
+
+
+class Engine:
+    """Runs requests together on one model: continuous batching with exact prefix reuse."""
+
+    def __init__(
+        self,
+        model: StepModel,
+        steps: StepOptions,
+        sizes: RunnerOptions,
+        options: EngineOptions = EngineOptions(),
+        *,
+        text: Text | None = None,
+        restores: Restores | None = None,
+        identity: Identity | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Allocates and compiles everything.
+
+        Args:
+          model: the model.
+          steps: of its executables; ``all_logits`` is not used.
+          sizes: of the pools, and policies.
+          options: of the engine.
+          text: tokenizer, for prompts, stops and outputs in text.
+          restores: brings prefixes from other tiers.
+          identity: what stored bytes depend on; computed where it is not given.
+          clock: seconds; never goes back.
+          sleep: called while everything there is waits for a restore.
+
+        Raises:
+          UserError: the device cannot address blocks of this model.
+        """
+        steps = dataclasses.replace(steps, all_logits=False)
+        self.runner = Runner(model, steps, sizes, identity=identity, clock=clock)
+        self.options, self.counters = options, EngineCounters()
+        self._sampler = SlotSampler(
+            vocab_size=model.vocab_size,
+            slots=sizes.capacity.slots,
+            lanes=steps.lanes,
+            logprobs=options.logprobs,
+        )
+        self.probe: Probe | None = None
+        if options.probe:
+            self.probe, self.runner.cache = probe(self.runner.steps, self.runner.cache)
+        self._text, self._restores = text, restores
+        self._clock, self._sleep = clock, sleep
+        self._tasks: dict[int, Task] = {}
+        self._next, self._version, self._parked_bytes = 0, 0, 0
+        self._idle = IdlePublisher(self.runner)
+        self._guard = CompileGuard(mode="raise" if options.strict else "count")
+        self._guard.arm()
+
+    # Requests.
+
+    def submit(self, request: Request, *, driver: Callable[[], bool] | None = None) -> Handle:
+        """Takes a request; it runs as the engine is stepped.
+
+        Args:
+          request: what is asked.
+          driver: what the handle calls to get on, where more than this engine is to run.
+
+        Raises:
+          UserError: it is not one this model takes, or can never fit. Nothing was taken.
+        """
+        prompt = self._prompt(request)
+        self.runner.require_fits(len(prompt) + request.max_new_tokens)
+        first: Task | None = None
+        tasks = []
+        for sample in range(request.samples):
+            seed = (request.sampling.seed + sample) % 2**32
+            chain = self.runner.chain(prompt, namespace=request.namespace)
+            stops = StopMatcher(frozenset(request.stop_tokens), request.stop)
+            publish = request.publish or self.options.publish
+            task = Task(
+                id=self._next + sample,
+                request=request,
+                output=Output(prompt_tokens=len(prompt), publish=publish),
+                prompt=prompt,
+                sampling=dataclasses.replace(request.sampling, seed=seed),
+                chain=chain,
+                arrived=self._clock(),
+                stops=stops,
+                text=self._text.stream() if self._text is not None else None,
+                leader=first,
+                leader_at=len(prompt),
+            )
+            first = first or task
+            tasks.append(task)
+        self._next += request.samples
+        self._tasks |= {task.id: task for task in tasks}
+        self.counters.submitted += len(tasks)
+        return Handle(self, tuple(tasks), driver or self.step)
+
+    def run(
+        self, requests: Iterable[Request], *, progress: Callable[[Output], None] | None = None
+    ) -> list[Output]:
+        """Runs requests together to their ends; the outputs of all, in order.
+
+        Args:
+          requests: any number, none included.
+          progress: told of each output when it is complete.
+
+        Raises:
+          UserError: one of them is refused; none was started.
+        """
+        handles: list[Handle] = []
+        with contextlib.ExitStack() as refused:
+            for request in requests:
+                handles.append(self.submit(request))
+                refused.callback(self.cancel, handles[-1])
+            refused.pop_all()
+        outputs = [output for handle in handles for output in handle.outputs]
+        waiting = list(outputs)
+        while waiting:
+            self.step()
+            ended = [output for output in waiting if output.finish is not None]
+            waiting = [output for output in waiting if output.finish is None]
+            for output in ended if progress is not None else ():
+                assert progress is not None
+                progress(output)
+        return outputs
+
+    def cancel(self, handle: Handle) -> bool:
+        """Ends a request with what it has; False where it had ended before."""
+        running = [task for task in handle._tasks if not task.ended]
+        for task in running:
+            self._end(task, Finish.CANCELLED)
+        return bool(running)
+
+    @property
+    def waiting(self) -> int:
+        """Outputs that are not complete."""
+        return len(self._tasks)
+
+    def stages(self) -> dict[Stage, int]:
+        """How many requests are where."""
+        counts = dict.fromkeys(Stage, 0)
+        for task in self._tasks.values():
+            counts[task.stage] += 1
+        return counts
+
+    @property
+    def idle_counters(self) -> IdleCounters:
+        """What canonical publishing did."""
+        return self._idle.counters
+
+    @property
+    def generated_use(self) -> GeneratedUse:
+        """What became of published blocks of generated tokens."""
+        return self.runner.publisher.generated.use
+
+    def drain(self) -> None:
+        """Runs until every request has ended and all idle work is done."""
+        while self._tasks or self._idle.pending:
+            if not self.step() and not self._tasks:
+                self._idle.clear()
+
+    def reset(self) -> None:
+        """Cancels everything and forgets every prefix."""
+        for task in list(self._tasks.values()):
+            self._end(task, Finish.CANCELLED)
+        self._idle.clear()
+        self.runner.reset()
+        self._idle = IdlePublisher(self.runner)
+
+    # One turn.
+
+    def step(self) -> bool:
+        """One turn; False where there was nothing to compute."""
+        now = self._clock()
+        self._settle(now)
+        lanes, tile = self._lanes, self.runner.options.tile
+        work = select(self._jobs(), now, self.options.scheduler, lanes=lanes, tile=tile)
+        for ids in work.tiles:
+            self._tile([self._tasks[id_] for id_ in ids if id_ in self._tasks])
+        # A prompt that just ended decodes from the next turn on.
+        self._decode([self._tasks[id_] for id_ in work.decode if id_ in self._tasks])
+        busy = bool(work.tiles or work.decode)
+        if not busy:
+            busy = self._rest()
+        self.counters.turns += busy
+        self.counters.compilations += self._guard.check()
+        return busy
+
+    @property
+    def _lanes(self) -> int:
+        # A tile step's lanes are places and neighbours at once.
+        exact = self.probe is None or self.probe.exact
+        return self.runner.options.lanes if exact else 1
+
+    def _jobs(self) -> list[Any]:
+        block, tile = self.runner.model.geometry.block_tokens, self.runner.options.tile
+        return [
+            task.job(block_tokens=block, tile=tile, park_bytes=self._park_bytes(task))
+            for task in self._tasks.values()
+        ]
+
+    def _rest(self) -> bool:
+        """A turn without requests to compute: idle work, or a little sleep until a restore ends."""
+        restoring = any(task.stage is Stage.RESTORING for task in self._tasks.values())
+        if (not self._tasks or restoring) and self._idle.step():
+            return True
+        if restoring:
+            self._sleep(1e-3)
+        return False
+
+    # Who comes and who goes.
+
+    def _settle(self, now: float) -> None:
+        if not self._tasks:
+            return
+        self._poll_restores()
+        jobs = self._jobs()
+        queued = any(job.stage in (Stage.WAITING, Stage.PARKED) for job in jobs)
+        arrangement = arrange(jobs, self._room(count=queued), now, self.options.scheduler)
+        for id_ in arrangement.expired:
+            self._end(self._tasks[id_], Finish.TIMED_OUT)
+        for id_ in arrangement.late:
+            self.counters.late_restores += 1
+            self._stop_restoring(self._tasks[id_])
+        for id_ in arrangement.park:
+            if id_ in self._tasks:
+                self._preempt(self._tasks[id_])
+        for candidate in arrangement.admit:
+            task = self._tasks.get(candidate.id)
+            if task is None or task.follows:
+                continue
+            if not self._admit(task) and candidate.strict:
+                break
+
+    def _room(self, *, count: bool) -> Room:
+        runner, idle = self.runner, int(self._idle.holds_room)
+        blocks = 0
+        if count:
+            blocks = runner.allocator.available(Form.BLOCK) + runner.allocator.evictable(Form.BLOCK)
+        return Room(
+            slots=runner.free_slots + idle,
+            blocks=blocks,
+            version=self._version,
+            park_bytes=self.options.park_bytes - self._parked_bytes,
+        )
+
+    def _admit(self, task: Task) -> bool:
+        """Seats a queued request, or sends it restoring; False where it has to wait."""
+        for attempt in ("as it is", "without idle work"):
+            try:
+                if task.stage is Stage.PARKED:
+                    self._unpark(task)
+                elif self._follow(task):
+                    return True
+                else:
+                    self._start(task)
+            except (NoSlot, NoRoom, LeaseError):
+                if attempt == "as it is" and self._idle.holds_room:
+                    self._idle.give_way()
+                    continue
+                task.refused_at = self._version
+                return False
+            except UserError as error:
+                self._end(task, Finish.FAILED, str(error))
+            return True
+        return False
+
+    def _start(self, task: Task) -> None:
+        runner, request = self.runner, task.request
+        if (self._restores is None or task.restored) and not runner.free_slots:
+            raise NoSlot("all slots are taken")  # before anything is evicted for it
+        hold = runner.hold(task.chain, tokens=task.room, namespace=request.namespace)
+        task.hold = hold
+        if self._restores is not None and not task.restored:
+            task.restored = True
+            task.ticket = self._restores.begin(hold)
+            if task.ticket is not None:
+                task.stage = Stage.RESTORING
+                task.restore_by = self._clock() + self.options.restore_s
+                self.counters.restores += 1
+                return
+        try:
+            sequence = runner.seat(hold, policy=request.policy)
+        except NoSlot:
+            runner.drop(hold)
+            task.hold = None
+            raise
+        self._seated(task, sequence, Stage.PREFILLING)
+        task.output.exact = task.output.exact and sequence.exact
+        if task.output.plan is None:  # what it finds when it starts over is its own work
+            task.output.plan = sequence.plan
+            self.counters.reused_tokens += task.output.reused
+            self.counters.replayed_tokens += task.output.replayed
+
+    def _seated(self, task: Task, sequence: Sequence, stage: Stage) -> None:
+        task.hold, task.sequence, task.stage = None, sequence, stage
+        if not task.output.preemptions:
+            task.output.queued_s = self._clock() - task.arrived
+        seen = (task.prompt, np.asarray(task.output.tokens, np.int32))
+        self._sampler.seat(sequence.slot, task.sampling, seen)
+
+    def _follow(self, task: Task) -> bool:
+        """Whether another prompt that is being computed will soon publish more than there is now.
+
+        Where the two part is known before it is reached, so a snapshot is written there.
+        """
+        others = [
+            other
+            for other in self._tasks.values()
+            if other.stage is Stage.PREFILLING
+            and other.sequence is not None
+            and other.request.namespace == task.request.namespace
+        ]
+        if not others or not self.runner.sizes.reuse:
+            return False
+        tile, geometry = self.runner.options.tile, self.runner.model.geometry
+        plan = self.runner.plan(task.chain, namespace=task.request.namespace)
+        start = plan.start if isinstance(plan, Plan) else 0
+        best, at = None, 0
+        for other in others:
+            common = equal_tokens(task.chain.tokens, other.chain.tokens)
+            common = round_down(min(common, len(task.prompt) - 1), tile)
+            if common > at:
+                best, at = other, common
+        if best is None or best.sequence is None or best.sequence.computed >= at:
+            return False
+        if replay_start(geometry, at, tile) < start + tile:
+            return False
+        task.leader, task.leader_at = best, at
+        self.runner.expect_fork(best.sequence, at)
+        self.counters.followed += 1
+        return True
+
+    def _poll_restores(self) -> None:
+        for task in list(self._tasks.values()):
+            if task.stage is not Stage.RESTORING or task.ticket is None:
+                continue
+            state = task.ticket.state()
+            if state is not RestoreState.PENDING:
+                self.counters.failed_restores += state is RestoreState.FAILED
+                self._stop_restoring(task)
+
+    def _stop_restoring(self, task: Task) -> None:
+        """Back to the queue with what there is now. Nothing runs between this and its admission."""
+        assert task.hold is not None
+        if task.ticket is not None:
+            task.ticket.cancel()
+        self.runner.drop(task.hold)
+        task.hold = task.ticket = None
+        task.restore_by, task.stage = FOREVER, Stage.WAITING
+        self._version += 1
+
+    def _park_bytes(self, task: Task) -> int:
+        """Host memory that preempting it takes; a prompt starts over and takes none."""
+        if task.stage is not Stage.DECODING or task.sequence is None:
+            return 0
+        return parked_bytes(self.runner, task.sequence.computed)
+
+    def _preempt(self, task: Task) -> None:
+        """Takes a seat away: what decodes is parked, a prompt starts over from its blocks."""
+        assert task.sequence is not None
+        if task.stage is Stage.PREFILLING:
+            self.runner.finish(task.sequence)
+            task.stage = Stage.WAITING
+        else:
+            task.parked = park(self.runner, task.sequence)
+            self._parked_bytes += task.parked.nbytes
+            task.stage = Stage.PARKED
+        # Not again behind its leader, which may have come to wait for this one.
+        task.sequence = task.leader = None
+        task.output.preemptions += 1
+        self.counters.preemptions += 1
+        self._version += 1
+
+    def _unpark(self, task: Task) -> None:
+        assert task.parked is not None
+        try:
+            sequence = unpark(self.runner, task.parked)
+        except ParkedBytesLost:
+            self._recompute(task)
+            return
+        self._parked_bytes -= task.parked.nbytes
+        task.parked = None
+        self._seated(task, sequence, Stage.DECODING)
+
+    def _recompute(self, task: Task) -> None:
+        """Goes on without its state: all its tokens become a prompt, which changes bits."""
+        assert task.parked is not None
+        self.counters.lost_states += 1
+        self._parked_bytes -= task.parked.nbytes
+        task.parked, task.last = None, -1
+        task.stage, task.output.exact = Stage.WAITING, False
+        tokens = np.concatenate([task.prompt, np.asarray(task.output.tokens, np.int32)])
+        task.chain = self.runner.chain(tokens, namespace=task.request.namespace)
+        self._start(task)
+
+    # What a turn computes.
+
+    def _tile(self, tasks: list[Task]) -> None:
+        tasks = [t for t in tasks if t.sequence is not None and t.sequence.tokens_left]
+        if not tasks:
+            return
+        sequences = [task.sequence for task in tasks if task.sequence is not None]
+        before = [sequence.computed for sequence in sequences]
+        logits = self.runner.tiles(sequences)
+        self.counters.tile_steps += 1
+        ready = []
+        for lane, (task, sequence) in enumerate(zip(tasks, sequences, strict=True)):
+            count = sequence.computed - before[lane]
+            task.output.computed += count
+            self.counters.computed_tokens += count
+            if not sequence.tokens_left:
+                ready.append((lane, task))
+            elif sequence.computed in sequence.forks:
+                self.runner.publish(sequence)
+                self._version += 1
+        if ready:
+            self._finish_prompts(ready, logits)
+
+    def _finish_prompts(self, ready: list[tuple[int, Task]], logits: Any) -> None:
+        for _, task in ready:
+            task.stage = Stage.DECODING
+        self._choose(ready, logits)
+        for _, task in ready:
+            if task.sequence is not None:  # what ended here was published or refused by its end
+                self.runner.publish(task.sequence)
+                self._version += 1
+
+    def _decode(self, tasks: list[Task]) -> None:
+        tasks = [t for t in tasks if t.stage is Stage.DECODING and t.sequence is not None]
+        if not tasks:
+            return
+        together = self.probe is None or self.probe.neighbours_exact
+        for group in [tasks] if together else [[task] for task in tasks]:
+            tokens = {task.sequence: task.last for task in group if task.sequence is not None}
+            logits = self.runner.advance(tokens)
+            self.counters.decode_steps += 1
+            for task in group:
+                self._snapshot_as_decoded(task)
+            rows = [(task.sequence.slot, task) for task in group if task.sequence is not None]
+            self._choose(rows, logits)
+
+    def _snapshot_as_decoded(self, task: Task) -> None:
+        """Rows published as decoded need states to resume from; those pass by now or never."""
+        sequence = task.sequence
+        if task.output.publish is not Publish.AS_DECODED or sequence is None:
+            return
+        tile = self.runner.options.tile
+        if self.runner.sizes.reuse and sequence.computed % tile == 0:
+            self.runner.store_snapshot(sequence)
+
+    def _choose(self, rows: list[tuple[int, Task]], logits: Any) -> None:
+        """Samples the next token of each task from its row of logits."""
+        slots = [(row, task.sequence.slot) for row, task in rows if task.sequence is not None]
+        lengths = [task.sequence.computed for _, task in rows if task.sequence is not None]
+        chosen = self._sampler.choose(logits, slots, lengths)
+        if self.options.digests:
+            values = np.asarray(logits)
+            for row, task in rows:
+                task.note_logits(values[row])
+        for number, (_, task) in enumerate(rows):
+            self._take(task, chosen, number)
+
+    def _take(self, task: Task, chosen: Chosen, number: int) -> None:
+        token, logprob = int(chosen.tokens[number]), float(chosen.logprobs[number])
+        if not np.isfinite(logprob):
+            self._end(task, Finish.FAILED, "the model's logits are not finite")
+            return
+        try:
+            text = task.text.feed(token) if task.text is not None else ""
+        except Exception as error:  # a tokenizer is the caller's: its fault ends this request only
+            self._end(task, Finish.FAILED, f"the tokenizer failed on token {token}: {error!r}")
+            return
+        emit = task.stops.feed_token(token, text)
+        wanted = task.request.logprobs
+        task.last = token
+        task.output.pieces.append(
+            Piece(
+                token=token,
+                text=emit.text,
+                logprob=None if wanted is None else logprob,
+                top=() if not wanted else chosen.top(number, wanted),
+            )
+        )
+        now = self._clock() - task.arrived
+        if len(task.output.pieces) == 1:
+            task.output.first_token_s = now
+        task.output.last_token_s = now
+        self.counters.new_tokens += 1
+        if emit.stopped:
+            self._end(task, Finish.STOP)
+        elif len(task.output.pieces) == task.request.max_new_tokens:
+            self._end(task, Finish.LENGTH)
+
+    def _end(self, task: Task, finish: Finish, reason: str = "") -> None:
+        """Ends a request at whatever stage it is, and gives back all it held."""
+        if task.ticket is not None:
+            task.ticket.cancel()
+        if task.hold is not None:
+            self.runner.drop(task.hold)
+        if task.parked is not None:
+            self._parked_bytes -= task.parked.nbytes
+        if task.sequence is not None:
+            self._leave(task, task.sequence, finish)
+        task.hold = task.ticket = task.sequence = task.parked = task.leader = None
+        output = task.output
+        output.finish, output.reason = finish, reason
+        if finish not in (Finish.STOP, Finish.FAILED):
+            output.last_text = self._last_text(task)
+        if task.digest is not None:
+            output.logits_digest = task.digest.hexdigest()
+        del self._tasks[task.id]
+        self._version += 1
+        self.counters.ended[finish] += 1
+
+    def _last_text(self, task: Task) -> str:
+        """What was held back of an output that ends without a stop."""
+        held = ""
+        try:
+            held = task.text.finish() if task.text is not None else ""
+        except Exception as error:  # as in _take: its output is complete all the same
+            task.output.reason = f"the tokenizer failed at the end: {error!r}"
+        return task.stops.flush() + held
+
+    def _leave(self, task: Task, sequence: Sequence, finish: Finish) -> None:
+        generated = task.output.tokens
+        if finish is Finish.FAILED:
+            self.runner.release(sequence)  # nothing of it is trusted
+            return
+        if task.output.publish is Publish.AS_DECODED:
+            self.runner.publish_as_decoded(sequence)
+        self.runner.finish(sequence)
+        done = finish in (Finish.LENGTH, Finish.STOP)
+        if done and task.output.publish is Publish.CANONICAL and self.runner.sizes.reuse:
+            self._idle.add(task.request.namespace, task.prompt, generated)
+
+    def _prompt(self, request: Request) -> np.ndarray:
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            if self._text is None:
+                raise UserError("the prompt is text and the engine has no tokenizer: pass text=")
+            prompt = self._text.encode(prompt)
+        if request.stop and self._text is None:
+            raise UserError("stop strings need a tokenizer: pass text=, or use stop_tokens")
+        if request.logprobs is not None and request.logprobs > self.options.logprobs:
+            raise UserError(
+                f"logprobs is {request.logprobs} and the engine was made for "
+                f"{self.options.logprobs}: raise EngineOptions.logprobs"
+            )
+        return check_prompt(
+            self.runner.model,
+            prompt_ids(prompt),
+            max_new_tokens=request.max_new_tokens,
+            capacity_tokens=self.runner.capacity_tokens,
+        )
