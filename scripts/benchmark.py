@@ -1,16 +1,21 @@
-"""Measures speed as ratios within one run.
+r"""Measures speed as ratios within one run.
 
-    python scripts/benchmark.py decode --peer transformers --json docs/benchmarks/decode.json
+    python scripts/benchmark.py decode --peer transformers llama.cpp \
+        --json docs/benchmarks/decode.json
     python scripts/benchmark.py control --peer vllm sglang --json docs/benchmarks/control.json
     python scripts/benchmark.py reuse --peer llama.cpp --json docs/benchmarks/reuse.json
+    python scripts/benchmark.py engine --json docs/benchmarks/engine.json
+    python scripts/benchmark.py schemes --json docs/benchmarks/schemes.json
 
 ``decode``: prefill and decode rates and cache bytes per token of a random 43 M model, and the cost
 of a decode step as the context grows. ``control``: planning against a million blocks.
-``reuse``: time to first token when prompts share a beginning. Rounds of the sides alternate;
-medians count.
+``reuse``: time to first token when prompts share a beginning. ``engine``: many requests together,
+time between tokens while prompts arrive, and the engine's own share of a turn. ``schemes``: the
+hybrid cache, the generic one and no reuse. Rounds of the sides alternate; medians count.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -20,7 +25,9 @@ import time
 from typing import Any
 
 import benchmark_control
+import benchmark_engine
 import benchmark_reuse
+import benchmark_schemes
 import command_line
 import jax
 import jax.numpy as jnp
@@ -29,6 +36,7 @@ from flax import nnx
 from peer_process import PeerProcess
 
 from hybridkv.engine.steps import Steps, prompt_tiles
+from hybridkv.errors import UserError
 from hybridkv.state.batch import DecodeBatch, StepOptions
 from hybridkv.state.cache import Cache, assign_in_order
 from hybridkv.state.capacity import Capacity
@@ -119,16 +127,22 @@ class Ours:
 
 
 PEERS = {"transformers": "transformers_peer.py", "llama.cpp": "llama_cpp_peer.py"}
+DEFAULTS = "llama.cpp defaults"
+"""The side of llama.cpp with its own half-precision cache and flash attention."""
+PARTS = 4
+"""Turns that the sides take within the decoded tokens of a round."""
 
 
 class Peer(PeerProcess):
     """A peer process; see ``peers/transformers_peer.py`` and ``peers/llama_cpp_peer.py``."""
 
-    def __init__(self, name: str, python: str, folder: str, threads: int) -> None:
+    def __init__(
+        self, name: str, python: str, folder: str, threads: int, **start: int | bool
+    ) -> None:
         super().__init__(
             python,
             PEERS[name],
-            {"folder": folder, "threads": threads},
+            {"folder": folder, "threads": threads, **start},
             "install the peers extra (pip install 'hybridkv[peers]') or name a Python that has it "
             "with --peer-python",
         )
@@ -146,9 +160,51 @@ class Peer(PeerProcess):
         answer = self.ask({"call": "prompt", "ids": ids.tolist(), "reuse": reuse})
         return {"seconds": answer["first_token_seconds"], "reused": answer["cached"]}
 
-    def cache_bytes(self) -> int:
-        """Bytes the cache holds now."""
+    def cache_bytes(self) -> int | None:
+        """Bytes the cache holds now; None where the peer does not say."""
         return self.ask({"call": "cache_bytes"})["bytes"]
+
+
+class LlamaCpp(Peer):
+    """llama.cpp at its own decode rate, within one request of its server."""
+
+    def decode(self, ids: np.ndarray) -> dict[str, Any]:
+        """Mean seconds of as many tokens as ``ids``; it goes on with its own likeliest ones."""
+        answer = self.ask({"call": "generate", "count": len(ids) + 1})
+        return {"seconds": [answer["seconds"]]}
+
+    def cache_bytes(self) -> int | None:
+        """Its server does not say."""
+        return None
+
+
+def open_peers(
+    args: argparse.Namespace, folder: str, stack: contextlib.ExitStack
+) -> dict[str, Peer]:
+    """A process for each side that is not ours, ended with ``stack``.
+
+    Raises:
+      UserError: a peer cannot run, or ``--peer-defaults`` has nothing to act on.
+    """
+    if args.peer_defaults and "llama.cpp" not in args.peer:
+        raise UserError("--peer-defaults is an option of llama.cpp: give --peer llama.cpp too")
+    threads = os.cpu_count() or 1
+    context = args.context + args.tokens + 512
+    peers: dict[str, Peer] = {}
+    for name in [*dict.fromkeys(args.peer), *([DEFAULTS] if args.peer_defaults else [])]:
+        if name == "transformers":
+            peers[name] = Peer(name, args.peer_python, folder, threads)
+        else:
+            peers[name] = LlamaCpp(
+                "llama.cpp",
+                args.peer_python,
+                folder,
+                threads,
+                context=context,
+                defaults=name == DEFAULTS,
+            )
+        stack.callback(peers[name].close)
+    return peers
 
 
 def median(values: list[float]) -> float:
@@ -157,51 +213,64 @@ def median(values: list[float]) -> float:
 
 
 def measure_rates(
-    ours: Ours, peer: Peer | None, args: argparse.Namespace, rng: np.random.Generator
+    ours: Ours, peers: dict[str, Peer], args: argparse.Namespace, rng: np.random.Generator
 ) -> dict[str, Any]:
-    """Prefill and decode seconds at ``args.context``, sides taking turns."""
+    """Prefill and decode seconds at ``args.context``, sides taking turns.
+
+    A decode figure is the median over parts of the mean of a part, on every side: llama.cpp tells
+    no more than that.
+    """
     ids = rng.integers(0, MODEL["vocab_size"], args.context).astype(np.int32)
-    sides: dict[str, Any] = {"hybridkv": ours} | ({"transformers": peer} if peer else {})
+    sides: dict[str, Ours | Peer] = {"hybridkv": ours, **peers}
     prefill: dict[str, list[float]] = {name: [] for name in sides}
     decode: dict[str, list[float]] = {name: [] for name in sides}
-    difference = 0.0
+    apart = dict.fromkeys(peers, 0.0)
     for _ in range(args.rounds):
         last = {}
         for name, side in sides.items():
             answer = side.prefill(ids)
             prefill[name].append(answer["seconds"])
-            last[name] = np.asarray(answer["logits"])
+            last[name] = log_probabilities(answer["logits"])
         new = rng.integers(0, MODEL["vocab_size"], args.tokens).astype(np.int32)
-        for part in np.array_split(new, 4):
+        for part in np.array_split(new, min(PARTS, args.tokens)):
             for name, side in sides.items():
-                decode[name] += side.decode(part)["seconds"]
-        if peer:
-            apart = np.abs(last["hybridkv"] - last["transformers"]).max()
-            difference = max(difference, float(apart))
+                decode[name].append(float(np.mean(side.decode(part)["seconds"])))
+        for name in peers:
+            difference = float(np.abs(last["hybridkv"] - last[name]).max())
+            apart[name] = max(apart[name], difference)
     result: dict[str, Any] = {"context": args.context, "rounds": args.rounds}
     for name in sides:
         result[name] = {
             "prefill_tokens_per_second": args.context / median(prefill[name]),
             "decode_tokens_per_second": 1 / median(decode[name]),
         }
-    if peer:
-        result["ratio"] = {
-            "prefill": median(prefill["transformers"]) / median(prefill["hybridkv"]),
-            "decode": median(decode["transformers"]) / median(decode["hybridkv"]),
+    result["ratio"] = {
+        name: {
+            "prefill": median(prefill[name]) / median(prefill["hybridkv"]),
+            "decode": median(decode[name]) / median(decode["hybridkv"]),
         }
-        result["prefill_logits_max_abs_difference"] = difference
+        for name in peers
+    }
+    result["prefill_log_probabilities_max_abs_difference"] = apart
     return result
 
 
-def measure_bytes(ours: Ours, peer: Peer | None, context: int) -> dict[str, Any]:
+def log_probabilities(logits: Any) -> np.ndarray:
+    """float64 ``[vocab]``; log-probabilities stay as they are."""
+    values = np.asarray(logits, np.float64)
+    return values - np.logaddexp.reduce(values)
+
+
+def measure_bytes(ours: Ours, peers: dict[str, Peer], context: int) -> dict[str, Any]:
     """Bytes that a sequence of ``context`` tokens holds, over ``context``."""
     by_kind = {k.value: v for k, v in ours.geometry.cache_bytes(context).items()}
     result: dict[str, Any] = {
         "hybridkv": {"bytes": by_kind, "bytes_per_token": sum(by_kind.values()) / context}
     }
-    if peer:
+    for name, peer in peers.items():
         held = peer.cache_bytes()
-        result["transformers"] = {"bytes": held, "bytes_per_token": held / context}
+        if held is not None:
+            result[name] = {"bytes": held, "bytes_per_token": held / context}
     return result
 
 
@@ -233,28 +302,23 @@ def measure_growth(ours: Ours, args: argparse.Namespace, rng: np.random.Generato
 
 def decode(args: argparse.Namespace) -> int:
     """The ``decode`` subcommand."""
+    if min(args.context, args.longest, args.tokens, args.rounds) < 1:
+        raise UserError("--context, --longest, --tokens and --rounds must be at least 1")
     model = DeepseekV4(parse_config(MODEL), nnx.Rngs(args.seed))
     runtime = DeepseekV4Runtime(model)
     rng = np.random.default_rng(args.seed)
-    peer = None
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         (pathlib.Path(folder) / "config.json").write_text(json.dumps(MODEL))
         if args.peer:
             save_safetensors(model, pathlib.Path(folder) / "model.safetensors")
-            peer = Peer(args.peer, args.peer_python, folder, os.cpu_count() or 1)
-        try:
-            ours = Ours(runtime, args.tile, max(args.longest, args.context) + 512)
-            rates = measure_rates(ours, peer, args, rng)
-            held = measure_bytes(ours, peer, args.context)
-        finally:
-            if peer:
-                peer.close()
+        peers = open_peers(args, folder, stack)
+        ours = Ours(runtime, args.tile, max(args.longest, args.context) + 512)
+        rates = measure_rates(ours, peers, args, rng)
+        held = measure_bytes(ours, peers, args.context)
     growth = measure_growth(ours, args, rng)
     result = {
-        "device": command_line.device_name(),
-        "cores": os.cpu_count(),
-        "jax": jax.__version__,
-        "peer": peer.about if peer else None,
+        **_machine(),
+        "peers": {name: peer.about for name, peer in peers.items()},
         "parameters": sum(x.size for x in runtime.params),
         "tile": args.tile,
         **rates,
@@ -267,27 +331,21 @@ def decode(args: argparse.Namespace) -> int:
 
 
 def _report_decode(result: dict[str, Any]) -> None:
-    sides = [name for name in ("hybridkv", "transformers") if name in result]
-    ratio = result.get("ratio", {})
-
-    def row(what: str, values: list[str], times: float | None) -> tuple[str, ...]:
-        return (what, *values, f"{times:.2f}x" if times else "-")
-
-    rates = [
-        row(
-            f"{step} tokens/s at {result['context']} tokens",
-            [f"{result[s][f'{step}_tokens_per_second']:.1f}" for s in sides],
-            ratio.get(step),
-        )
-        for step in ("prefill", "decode")
-    ]
-    held = row(
-        "cache bytes a token",
-        [f"{result['cache'][s]['bytes_per_token']:.0f}" for s in sides],
-        None,
+    rows = []
+    for side in ("hybridkv", *result["peers"]):
+        cells = [side]
+        for step in ("prefill", "decode"):
+            ratio = result["ratio"].get(side)
+            cells.append(f"{result[side][f'{step}_tokens_per_second']:.1f}")
+            cells.append(f"{ratio[step]:.2f}x" if ratio else "-")
+        held = result["cache"].get(side)
+        rows.append((*cells, f"{held['bytes_per_token']:.0f}" if held else "-"))
+    command_line.print_table(
+        f"{result['parameters'] / 1e6:.1f} M parameters on {result['device']}, tokens a second at "
+        f"{result['context']} tokens; ratios are ours to each",
+        ["side", "prefill", "ratio", "decode", "ratio", "cache bytes a token"],
+        rows,
     )
-    title = f"{result['parameters'] / 1e6:.1f} M parameters on {result['device']}"
-    command_line.print_table(title, ["", *sides, "ratio"], [*rates, held])
     command_line.print_table(
         "one decode step as the context grows",
         ["tokens", "ms", "to the first"],
@@ -368,6 +426,32 @@ def reuse(args: argparse.Namespace) -> int:
     return 0
 
 
+def engine(args: argparse.Namespace) -> int:
+    """The ``engine`` subcommand."""
+    model = DeepseekV4(parse_config(MODEL), nnx.Rngs(args.seed))
+    result = {**_machine(), **benchmark_engine.measure(DeepseekV4Runtime(model), args)}
+    benchmark_engine.report(result)
+    command_line.write_json(args.json, result)
+    return 0
+
+
+def schemes(args: argparse.Namespace) -> int:
+    """The ``schemes`` subcommand."""
+    model = DeepseekV4(parse_config(MODEL), nnx.Rngs(args.seed))
+    result = {**_machine(), **benchmark_schemes.measure(model, args)}
+    benchmark_schemes.report(result)
+    command_line.write_json(args.json, result)
+    return 0
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "device": command_line.device_name(),
+        "cores": os.cpu_count(),
+        "jax": jax.__version__,
+    }
+
+
 def main() -> int:
     """Dispatches to the subcommand."""
     parser = argparse.ArgumentParser(
@@ -375,7 +459,14 @@ def main() -> int:
     )
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("decode", help="prefill, decode and cache bytes of one sequence")
-    one.add_argument("--peer", choices=["transformers"], help="measure it in turn with ours")
+    one.add_argument(
+        "--peer", nargs="+", default=[], choices=list(PEERS), help="measure these in turn with ours"
+    )
+    one.add_argument(
+        "--peer-defaults",
+        action="store_true",
+        help="measure llama.cpp with its own half-precision cache and flash attention too",
+    )
     one.add_argument("--peer-python", default=sys.executable, help="a Python with the peers extra")
     one.add_argument("--context", type=int, default=3000)
     one.add_argument("--longest", type=int, default=16000, help="last context of the growth table")
@@ -405,7 +496,13 @@ def main() -> int:
         "--peer-python", default=sys.executable, help="a Python with the peers extra"
     )
     three.set_defaults(run=reuse)
-    for some in (two, three):
+    four = commands.add_parser("engine", help="many requests together in one engine")
+    benchmark_engine.add_arguments(four)
+    four.set_defaults(run=engine)
+    five = commands.add_parser("schemes", help="hybrid cache, generic cache and no reuse")
+    benchmark_schemes.add_arguments(five)
+    five.set_defaults(run=schemes)
+    for some in (two, three, four, five):
         some.add_argument("--seed", type=int, default=0)
         some.add_argument("--json", metavar="FILE", help="write the result here too")
     args = parser.parse_args(sys.argv[1:])

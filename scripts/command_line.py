@@ -49,15 +49,22 @@ def use_compilation_cache() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Prints a table to standard output."""
+def print_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    *,
+    console: Console | None = None,
+) -> None:
+    """Prints a table to standard output, or to ``console``."""
+    console = console or Console()
     table = Table()
     for column in columns:
         table.add_column(column, justify="left" if column == columns[0] else "right")
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
-    print(title)
-    Console().print(table)
+    print(title, file=console.file)
+    console.print(table)
 
 
 def write_json(path: str | None, result: Any) -> None:

@@ -113,7 +113,7 @@ def test_decode_refuses_left_padding_with_the_reason(edited, monkeypatch, capsys
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "llama"}, "model_type"),
+        ({"model_type": "mixtral"}, "model_type"),
         ({"layer_types": ["linear_attention"] * 4}, "linear_attention"),
         ({"num_hidden_layers": 5}, "num_hidden_layers"),
         ({"scoring_func": "softmax"}, "scoring_func"),

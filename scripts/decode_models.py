@@ -1,0 +1,61 @@
+"""Which model ``decode.py`` runs, over which cache."""
+
+import argparse
+import pathlib
+from typing import Any
+
+import command_line
+
+from hybridkv import formats
+from hybridkv.errors import UserError
+from models.deepseek_v4.checkpoint import load_model
+from models.deepseek_v4.runtime import DeepseekV4GenericRuntime, DeepseekV4Runtime
+from models.files import read_config
+from models.llama import smollm2
+from models.llama.checkpoint import load_model as load_llama
+from models.llama.runtime import LlamaRuntime
+from models.text import Text, load_text
+
+FORMATS = {x.name: x for x in (formats.FLOAT32, formats.BFLOAT16)}
+MODELS = ("shakespeare", "smollm2")
+SCHEMES = ("hybrid", "generic", "off")
+
+
+def load(args: argparse.Namespace) -> tuple[Any, Text | None]:
+    """The model as an engine takes it, and its tokenizer where text is needed.
+
+    Raises:
+      UserError: nothing to load, or the scheme does not exist for this model.
+    """
+    format = FORMATS.get(args.cache_format)
+    if args.checkpoint is None and args.model == "smollm2":
+        return _llama(*smollm2.load(), args.scheme, format)
+    path = args.checkpoint or command_line.DEFAULT_CHECKPOINT
+    if path.is_file():
+        return _llama(*smollm2.load(path), args.scheme, format)
+    needs_text = args.token_ids is None
+    if path.is_dir() and _is_llama(path):
+        llama = load_llama(path)
+        text = load_text(path, llama.config.vocab_size) if needs_text else None
+        return _llama(llama, text, args.scheme, format)
+    model = load_model(path)
+    text = load_text(path, model.config.vocab_size) if needs_text else None
+    if args.scheme == "generic":
+        if format is not None:
+            raise UserError("generic rows are float32, which compressors pool: no --cache-format")
+        return DeepseekV4GenericRuntime(model), text
+    return DeepseekV4Runtime(model, format=format), text
+
+
+def _is_llama(path: pathlib.Path) -> bool:
+    config = path / "config.json"
+    return config.is_file() and read_config(config).get("model_type") == "llama"
+
+
+def _llama(model: Any, text: Text | None, scheme: str, format: Any) -> tuple[Any, Text | None]:
+    if scheme == "generic":
+        raise UserError(
+            "this model has one kind of attention, so that its cache is generic already: "
+            "use --scheme hybrid or off"
+        )
+    return LlamaRuntime(model, format=format), text
