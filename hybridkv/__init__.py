@@ -1,9 +1,12 @@
 """hybridkv: the decode state of hybrid-attention models, kept, moved and restored bit for bit."""
 
-from hybridkv.engine.generate import GenerationStats, Generator, default_options
+from hybridkv.engine.engine import Engine, EngineOptions
+from hybridkv.engine.functional import FunctionModel
+from hybridkv.engine.generate import Generator, default_options
+from hybridkv.engine.requests import Output, Request
 from hybridkv.engine.runner import Runner, RunnerOptions
 from hybridkv.engine.sampling import SamplingOptions
-from hybridkv.engine.steps import DonatedCacheError, Steps, prompt_tiles
+from hybridkv.engine.steps import Steps
 from hybridkv.errors import UserError
 from hybridkv.formats import RowFormat
 from hybridkv.geometry import Geometry, LayerGeometry
@@ -11,21 +14,24 @@ from hybridkv.kinds import Kind
 from hybridkv.prefixes.plan import Miss, Plan
 from hybridkv.prefixes.policy import SnapshotPolicy
 from hybridkv.state.batch import DecodeBatch, StepOptions, TileBatch
-from hybridkv.state.cache import Cache, assign_in_order, cache_bytes
+from hybridkv.state.cache import Cache
 from hybridkv.state.capacity import Capacity
 
 __all__ = [
     "Cache",
     "Capacity",
     "DecodeBatch",
-    "DonatedCacheError",
-    "GenerationStats",
+    "Engine",
+    "EngineOptions",
+    "FunctionModel",
     "Generator",
     "Geometry",
     "Kind",
     "LayerGeometry",
     "Miss",
+    "Output",
     "Plan",
+    "Request",
     "RowFormat",
     "Runner",
     "RunnerOptions",
@@ -35,8 +41,5 @@ __all__ = [
     "Steps",
     "TileBatch",
     "UserError",
-    "assign_in_order",
-    "cache_bytes",
     "default_options",
-    "prompt_tiles",
 ]

@@ -7,7 +7,6 @@ catches is a hole in the suite: the run fails.
 """
 
 import argparse
-import dataclasses
 import os
 import pathlib
 import re
@@ -20,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import command_line
+from mutant import Mutant
+from mutants_engine import ENGINE_MUTANTS
 
 from hybridkv.errors import UserError
 
@@ -50,17 +51,6 @@ T_ALLOCATOR = "tests/hybridkv/blocks/test_allocator.py"
 T_EVICTION = "tests/hybridkv/blocks/test_eviction.py"
 T_SNAPSHOT = "tests/hybridkv/state/test_snapshot.py"
 T_POLICY = "tests/hybridkv/prefixes/test_policy.py"
-
-
-@dataclasses.dataclass(frozen=True)
-class Mutant:
-    """One fault: in ``file``, ``old`` (which stands there once) becomes ``new``."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
 
 
 MUTANTS = (
@@ -199,9 +189,9 @@ MUTANTS = (
     ),
     Mutant(
         "blocks are published before they are computed",
-        RUNNER,
-        "done = min(sequence.computed, sequence.prompt_tokens) // block",
-        "done = sequence.prompt_tokens // block",
+        "hybridkv/engine/publisher.py",
+        "computed = min(sequence.computed, sequence.prompt_tokens)",
+        "computed = sequence.prompt_tokens",
         (f"{T_RUNNER}::test_a_sequence_ended_half_way_leaves_its_whole_blocks",),
     ),
     Mutant(
@@ -221,7 +211,7 @@ MUTANTS = (
     Mutant(
         "the block table holds entries instead of places",
         RUNNER,
-        "table[: len(entries)] = places[entries]",
+        "table[: len(entries)] = self.allocator.entries.place[Tier.DEVICE][entries]",
         "table[: len(entries)] = entries",
         (f"{T_HOLDS}::test_a_block_table_holds_places_of_the_pool_and_not_numbers_of_entries",),
     ),
@@ -277,8 +267,8 @@ MUTANTS = (
     Mutant(
         "a refused attempt leaves its lease behind",
         RUNNER,
-        "            allocator.release(shared)\n            raise",
-        "            raise",
+        "                if receipt is not None:\n                    allocator.release(receipt)",
+        "                pass",
         (f"{T_RUNNER}::test_too_little_room_now_is_told_from_a_prompt_that_never_fits",),
     ),
     Mutant(
@@ -298,7 +288,7 @@ MUTANTS = (
     Mutant(
         "a snapshot's entry is taken for its place",
         RUNNER,
-        "place = int(places[plan.snapshot])",
+        "place = int(self.allocator.entries.place[Tier.DEVICE][plan.snapshot])",
         "place = int(plan.snapshot)",
         (f"{T_RUNNER}::test_an_exact_repetition_reuses_all_but_the_last_tile",),
     ),
@@ -386,6 +376,7 @@ MUTANTS = (
         "at = (done[:, None] - 2) * ratio",
         ("tests/hybridkv/state/test_tail.py",),
     ),
+    *ENGINE_MUTANTS,
 )
 
 

@@ -25,7 +25,7 @@ from hybridkv.engine.choosing import Chosen, SlotSampler
 from hybridkv.engine.counters import EngineCounters
 from hybridkv.engine.generate import check_prompt
 from hybridkv.engine.generated import GeneratedUse, Publish
-from hybridkv.engine.guard import CompileGuard
+from hybridkv.engine.guard import CompileGuard, warming_up
 from hybridkv.engine.idle import IdleCounters, IdlePublisher
 from hybridkv.engine.parking import ParkedBytesLost, park, parked_bytes, unpark
 from hybridkv.engine.probe import Probe, probe
@@ -151,17 +151,18 @@ class Engine:
           UserError: the device cannot address blocks of this model.
         """
         steps = dataclasses.replace(steps, all_logits=False)
-        self.runner = Runner(model, steps, sizes, identity=identity, clock=clock)
         self.options, self.counters = options, EngineCounters()
-        self._sampler = SlotSampler(
-            vocab_size=model.vocab_size,
-            slots=sizes.capacity.slots,
-            lanes=steps.lanes,
-            logprobs=options.logprobs,
-        )
         self.probe: Probe | None = None
-        if options.probe:
-            self.probe, self.runner.cache = probe(self.runner.steps, self.runner.cache)
+        with warming_up():
+            self.runner = Runner(model, steps, sizes, identity=identity, clock=clock)
+            self._sampler = SlotSampler(
+                vocab_size=model.vocab_size,
+                slots=sizes.capacity.slots,
+                lanes=steps.lanes,
+                logprobs=options.logprobs,
+            )
+            if options.probe:
+                self.probe, self.runner.cache = probe(self.runner.steps, self.runner.cache)
         self._text, self._restores = text, restores
         self._clock, self._sleep = clock, sleep
         self._tasks: dict[int, Task] = {}
@@ -440,7 +441,10 @@ class Engine:
                 best, at = other, common
         if best is None or best.sequence is None or best.sequence.computed >= at:
             return False
-        if replay_start(geometry, at, tile) < start + tile:
+        resume = at
+        if not self.runner.keeps_fork(best.sequence, at):
+            resume = replay_start(geometry, at, tile)
+        if resume < start + tile:
             return False
         task.leader, task.leader_at = best, at
         self.runner.expect_fork(best.sequence, at)

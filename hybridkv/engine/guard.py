@@ -119,6 +119,18 @@ _guards: weakref.WeakSet[CompileGuard] = weakref.WeakSet()
 _guards_lock = threading.Lock()
 _listening = threading.Lock()
 _probing = threading.local()
+_warming = threading.local()
+
+
+@contextlib.contextmanager
+def warming_up() -> Iterator[None]:
+    """What this thread compiles inside is no guard's concern: another engine is being made."""
+    before = getattr(_warming, "depth", 0)
+    _warming.depth = before + 1
+    try:
+        yield
+    finally:
+        _warming.depth = before
 
 
 def _on_event(event: str, duration_secs: float, **details: str | int) -> None:
@@ -128,6 +140,8 @@ def _on_event(event: str, duration_secs: float, **details: str | int) -> None:
         return
     if getattr(_probing, "active", False):
         _probing.heard = True
+        return
+    if getattr(_warming, "depth", 0):
         return
     with _guards_lock:
         live = list(_guards)

@@ -145,4 +145,5 @@ class Output:
 
 def prompt_ids(prompt: Any) -> np.ndarray:
     """Token ids as an array, whatever kind of integers came; refused by ``check_prompt`` if not."""
-    return np.asarray(prompt if isinstance(prompt, np.ndarray) else list(prompt))
+    ids = np.asarray(prompt if isinstance(prompt, np.ndarray) else list(prompt))
+    return ids if ids.size else ids.astype(np.int32)  # nothing has no dtype of its own

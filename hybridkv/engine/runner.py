@@ -294,9 +294,15 @@ class Runner:
         Where the runner keeps fork points, it gets a snapshot when it is reached.
         """
         sequence.forks = tuple(sorted({*sequence.forks, position}))
-        kept = self._writes_snapshots and self.sizes.policy.forks
-        if kept and position >= sequence.exact_from:
+        if self._writes_snapshots and self.keeps_fork(sequence, position):
             sequence.snapshots_at = tuple(sorted({*sequence.snapshots_at, position}))
+
+    def keeps_fork(self, sequence: Sequence, position: int) -> bool:
+        """Whether a fork at a tile boundary still to come can be resumed from without a replay."""
+        if not snapshot_kinds(self.model.geometry):
+            return True
+        kept = self._writes_snapshots and self.sizes.policy.forks
+        return kept and position >= sequence.exact_from
 
     def start(
         self,

@@ -171,11 +171,7 @@ def _to_park(
     fits = room.slots > 0 and (head.refused_at < room.version or head.blocks <= room.blocks)
     if fits:
         return ()
-    lower = [
-        job
-        for job in jobs
-        if job.stage in SEATED and options.level(job, now) < head.priority
-    ]
+    lower = [job for job in jobs if job.stage in SEATED and options.level(job, now) < head.priority]
     lower.sort(key=lambda job: (options.level(job, now), -job.arrived, -job.id))
     slots, blocks, memory, chosen = room.slots, room.blocks, room.park_bytes, []
     for job in lower:

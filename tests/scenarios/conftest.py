@@ -1,7 +1,9 @@
 import zlib
 
 import pytest
+from engines import renewed, toy_lab
 
+from scenarios.counting import counting_lab
 from scenarios.runs import Bench, assert_at_rest, toy_runner
 
 
@@ -16,3 +18,17 @@ def bench(runner, request):
     """Runs prompts on the compiled runner; afterwards nothing may be held."""
     yield Bench(runner, zlib.crc32(request.node.name.encode()))
     assert_at_rest(runner)
+
+
+@pytest.fixture
+def lab():
+    """An engine of the TOY model, for bits."""
+    with renewed(toy_lab()) as lab:
+        yield lab
+
+
+@pytest.fixture
+def counting():
+    """An engine without arithmetic, for who runs when."""
+    with renewed(counting_lab()) as lab:
+        yield lab

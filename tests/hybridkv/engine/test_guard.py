@@ -160,3 +160,12 @@ def test_a_jax_that_reports_nothing_is_refused(monkeypatch):
 def test_an_unknown_mode_is_refused():
     with pytest.raises(ValueError, match="mode must be 'raise' or 'count', got 'warn'"):
         CompileGuard(mode="warn")  # type: ignore[arg-type]
+
+
+def test_making_another_engine_is_no_concern_of_a_guard(guard):
+    with guards.warming_up(), guards.warming_up():
+        compile_once()
+    assert guard.check() == 0
+    compile_once()
+    assert guard.count == 1
+    guard.disarm()

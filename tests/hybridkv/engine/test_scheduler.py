@@ -327,7 +327,7 @@ def test_every_request_is_served_within_its_bound(drawn):
     assert world.room() == Room(slots=SLOTS, blocks=BLOCKS, version=world.version)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.integers(1, 3), st.integers(1, BLOCKS), st.integers(1, 4))
 def test_a_stream_of_important_requests_cannot_starve_a_large_humble_one(priority, blocks, tokens):
     humble = Simulated(
@@ -343,7 +343,7 @@ def test_a_stream_of_important_requests_cannot_starve_a_large_humble_one(priorit
     stream = [
         Simulated(
             id=i + 1,
-            arrives=0.05 * i,
+            arrives=0.15 * i,
             priority=priority,
             blocks=4,
             tiles=1,
@@ -351,11 +351,11 @@ def test_a_stream_of_important_requests_cannot_starve_a_large_humble_one(priorit
             restores=False,
             cancelled_at=None,
         )
-        for i in range(900)
+        for i in range(150 * priority)
     ]
     world = World([humble, *stream])
-    own = priority * OPTIONS.aging_s
-    before = sum(r.turns for r in stream if r.arrives <= own) * TURN_S
     while humble.ended_at is None:
         world.turn()
-        assert world.now < own + before + 2
+        assert world.now < 60 * priority, "starved"
+    # Without aging it would come after the whole stream, which is more than the world can serve.
+    assert any(r.seated_at is None for r in stream)
