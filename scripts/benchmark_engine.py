@@ -15,9 +15,10 @@ import jax
 import numpy as np
 
 from hybridkv.arithmetic import cdiv
-from hybridkv.engine.engine import Engine, Handle
+from hybridkv.engine.engine import Engine
 from hybridkv.engine.generate import Generator
 from hybridkv.engine.guard import CompileGuard
+from hybridkv.engine.handle import Handle
 from hybridkv.engine.requests import Request
 from hybridkv.engine.runner import RunnerOptions
 from hybridkv.engine.sampling import Sampler, SamplingBatch, SamplingOptions

@@ -10,7 +10,8 @@ import numpy as np
 from hybridkv.arithmetic import cdiv
 from hybridkv.blocks.entries import Form, Tier
 from hybridkv.blocks.invariants import check
-from hybridkv.engine.engine import Engine, EngineOptions, Handle
+from hybridkv.engine.engine import Engine, EngineOptions
+from hybridkv.engine.handle import Handle
 from hybridkv.engine.requests import Finish, Output, Request
 from hybridkv.engine.runner import RunnerOptions
 from hybridkv.engine.sampling import SamplingOptions

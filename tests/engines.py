@@ -11,8 +11,9 @@ from scenarios.runs import assert_at_rest
 from toy import TOY, prompt, toy_options, toy_runtime
 
 from hybridkv.engine.counters import EngineCounters
-from hybridkv.engine.engine import Engine, EngineOptions, Handle
+from hybridkv.engine.engine import Engine, EngineOptions
 from hybridkv.engine.guard import CompiledAfterWarmUp
+from hybridkv.engine.handle import Handle
 from hybridkv.engine.requests import Finish, Output, Request
 from hybridkv.engine.restores import RestoreState
 from hybridkv.engine.runner import RunnerOptions
@@ -153,7 +154,7 @@ class Lab:
 
 
 def task_of(handle: Handle, sample: int = 0) -> Task:
-    return handle._tasks[sample]
+    return handle.tasks[sample]
 
 
 def same(output: Output, alone: Output) -> bool:

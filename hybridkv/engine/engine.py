@@ -12,25 +12,27 @@ Nothing compiles after construction.
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
-from hybridkv.arithmetic import round_down
 from hybridkv.blocks.entries import Form
 from hybridkv.blocks.leases import LeaseError
 from hybridkv.blocks.pools import NoRoom
-from hybridkv.engine.choosing import Chosen, SlotSampler
+from hybridkv.engine.choosing import SlotSampler
 from hybridkv.engine.counters import EngineCounters
+from hybridkv.engine.emission import last_text, take
+from hybridkv.engine.following import follow
 from hybridkv.engine.generate import check_prompt
 from hybridkv.engine.generated import GeneratedUse, Publish
 from hybridkv.engine.guard import CompileGuard, warming_up
+from hybridkv.engine.handle import Handle
 from hybridkv.engine.idle import IdleCounters, IdlePublisher
 from hybridkv.engine.parking import ParkedBytesLost, park, parked_bytes, unpark
 from hybridkv.engine.probe import Probe, probe
 from hybridkv.engine.protocol import StepModel
-from hybridkv.engine.requests import Finish, Output, Piece, Request, prompt_ids
+from hybridkv.engine.requests import Finish, Output, Request, prompt_ids
 from hybridkv.engine.restores import Restores, RestoreState
 from hybridkv.engine.runner import Runner, RunnerOptions
 from hybridkv.engine.scheduler import FOREVER, Room, SchedulerOptions, Stage, arrange, select
@@ -38,10 +40,7 @@ from hybridkv.engine.sequence import NoSlot, Sequence
 from hybridkv.engine.stops import StopMatcher
 from hybridkv.engine.task import Task, Text
 from hybridkv.errors import UserError
-from hybridkv.prefixes.hashing import equal_tokens
 from hybridkv.prefixes.identity import Identity
-from hybridkv.prefixes.needs import replay_start
-from hybridkv.prefixes.plan import Plan
 from hybridkv.state.batch import StepOptions
 
 
@@ -65,57 +64,6 @@ class EngineOptions:
     probe: bool = True
     """Check at warm-up that lanes and neighbours change no bits here, and use one at a time if they
     do."""
-
-
-class Handle:
-    """A request on its way: its outputs grow as the engine runs.
-
-    Iterating runs the engine until this request has ended, and gives the first output's tokens.
-    """
-
-    def __init__(
-        self, engine: "Engine", tasks: tuple[Task, ...], driver: Callable[[], bool]
-    ) -> None:
-        self._engine, self._tasks, self._driver = engine, tasks, driver
-
-    @property
-    def outputs(self) -> tuple[Output, ...]:
-        """One a sample."""
-        return tuple(task.output for task in self._tasks)
-
-    @property
-    def output(self) -> Output:
-        """The first."""
-        return self._tasks[0].output
-
-    @property
-    def done(self) -> bool:
-        """Whether all outputs are complete."""
-        return all(task.ended for task in self._tasks)
-
-    def pieces(self, sample: int = 0) -> Iterator[Piece]:
-        """Pieces of one output as they come; runs the engine while there is none."""
-        output, given = self._tasks[sample].output, 0
-        while True:
-            yield from output.pieces[given:]
-            if given == len(output.pieces) and output.finish is not None:
-                return
-            given = len(output.pieces)
-            if output.finish is None:
-                self._driver()
-
-    def __iter__(self) -> Iterator[int]:
-        return (piece.token for piece in self.pieces())
-
-    def result(self) -> Output:
-        """Runs the engine until the request has ended; its first output."""
-        while not self.done:
-            self._driver()
-        return self.output
-
-    def cancel(self) -> bool:
-        """Ends it with what it has; False where it had ended before."""
-        return self._engine.cancel(self)
 
 
 class Engine:
@@ -210,7 +158,7 @@ class Engine:
         self._next += request.samples
         self._tasks |= {task.id: task for task in tasks}
         self.counters.submitted += len(tasks)
-        return Handle(self, tuple(tasks), driver or self.step)
+        return Handle(tuple(tasks), driver=driver or self.step, cancel=self.cancel)
 
     def run(
         self, requests: Iterable[Request], *, progress: Callable[[Output], None] | None = None
@@ -243,7 +191,7 @@ class Engine:
 
     def cancel(self, handle: Handle) -> bool:
         """Ends a request with what it has; False where it had ended before."""
-        running = [task for task in handle._tasks if not task.ended]
+        running = [task for task in handle.tasks if not task.ended]
         for task in running:
             self._end(task, Finish.CANCELLED)
         return bool(running)
@@ -367,7 +315,8 @@ class Engine:
             try:
                 if task.stage is Stage.PARKED:
                     self._unpark(task)
-                elif self._follow(task):
+                elif follow(task, self._tasks.values(), self.runner):
+                    self.counters.followed += 1
                     return True
                 else:
                     self._start(task)
@@ -415,41 +364,6 @@ class Engine:
             task.output.queued_s = self._clock() - task.arrived
         seen = (task.prompt, np.asarray(task.output.tokens, np.int32))
         self._sampler.seat(sequence.slot, task.sampling, seen)
-
-    def _follow(self, task: Task) -> bool:
-        """Whether another prompt that is being computed will soon publish more than there is now.
-
-        Where the two part is known before it is reached, so a snapshot is written there.
-        """
-        others = [
-            other
-            for other in self._tasks.values()
-            if other.stage is Stage.PREFILLING
-            and other.sequence is not None
-            and other.request.namespace == task.request.namespace
-        ]
-        if not others or not self.runner.sizes.reuse:
-            return False
-        tile, geometry = self.runner.options.tile, self.runner.model.geometry
-        plan = self.runner.plan(task.chain, namespace=task.request.namespace)
-        start = plan.start if isinstance(plan, Plan) else 0
-        best, at = None, 0
-        for other in others:
-            common = equal_tokens(task.chain.tokens, other.chain.tokens)
-            common = round_down(min(common, len(task.prompt) - 1), tile)
-            if common > at:
-                best, at = other, common
-        if best is None or best.sequence is None or best.sequence.computed >= at:
-            return False
-        resume = at
-        if not self.runner.keeps_fork(best.sequence, at):
-            resume = replay_start(geometry, at, tile)
-        if resume < start + tile:
-            return False
-        task.leader, task.leader_at = best, at
-        self.runner.expect_fork(best.sequence, at)
-        self.counters.followed += 1
-        return True
 
     def _poll_restores(self) -> None:
         for task in list(self._tasks.values()):
@@ -579,38 +493,10 @@ class Engine:
             for row, task in rows:
                 task.note_logits(values[row])
         for number, (_, task) in enumerate(rows):
-            self._take(task, chosen, number)
-
-    def _take(self, task: Task, chosen: Chosen, number: int) -> None:
-        token, logprob = int(chosen.tokens[number]), float(chosen.logprobs[number])
-        if not np.isfinite(logprob):
-            self._end(task, Finish.FAILED, "the model's logits are not finite")
-            return
-        try:
-            text = task.text.feed(token) if task.text is not None else ""
-        except Exception as error:  # a tokenizer is the caller's: its fault ends this request only
-            self._end(task, Finish.FAILED, f"the tokenizer failed on token {token}: {error!r}")
-            return
-        emit = task.stops.feed_token(token, text)
-        wanted = task.request.logprobs
-        task.last = token
-        task.output.pieces.append(
-            Piece(
-                token=token,
-                text=emit.text,
-                logprob=None if wanted is None else logprob,
-                top=() if not wanted else chosen.top(number, wanted),
-            )
-        )
-        now = self._clock() - task.arrived
-        if len(task.output.pieces) == 1:
-            task.output.first_token_s = now
-        task.output.last_token_s = now
-        self.counters.new_tokens += 1
-        if emit.stopped:
-            self._end(task, Finish.STOP)
-        elif len(task.output.pieces) == task.request.max_new_tokens:
-            self._end(task, Finish.LENGTH)
+            end = take(task, chosen, number, self._clock() - task.arrived)
+            self.counters.new_tokens += end is None or end.finish is not Finish.FAILED
+            if end is not None:
+                self._end(task, end.finish, end.reason)
 
     def _end(self, task: Task, finish: Finish, reason: str = "") -> None:
         """Ends a request at whatever stage it is, and gives back all it held."""
@@ -626,21 +512,12 @@ class Engine:
         output = task.output
         output.finish, output.reason = finish, reason
         if finish not in (Finish.STOP, Finish.FAILED):
-            output.last_text = self._last_text(task)
+            output.last_text = last_text(task)
         if task.digest is not None:
             output.logits_digest = task.digest.hexdigest()
         del self._tasks[task.id]
         self._version += 1
         self.counters.ended[finish] += 1
-
-    def _last_text(self, task: Task) -> str:
-        """What was held back of an output that ends without a stop."""
-        held = ""
-        try:
-            held = task.text.finish() if task.text is not None else ""
-        except Exception as error:  # as in _take: its output is complete all the same
-            task.output.reason = f"the tokenizer failed at the end: {error!r}"
-        return task.stops.flush() + held
 
     def _leave(self, task: Task, sequence: Sequence, finish: Finish) -> None:
         generated = task.output.tokens

@@ -7,7 +7,8 @@ own; nothing is shared between them, since what one stores the other cannot read
 
 from collections.abc import Callable, Iterable, Mapping
 
-from hybridkv.engine.engine import Engine, Handle
+from hybridkv.engine.engine import Engine
+from hybridkv.engine.handle import Handle
 from hybridkv.engine.requests import Output, Request
 from hybridkv.errors import UserError
 
