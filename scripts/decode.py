@@ -123,6 +123,7 @@ class Session:
             repetition_penalty=args.repetition_penalty,
             seed=args.seed,
         )
+        self.turns: list[str] = []
         self.runtime, self.text = decode_models.load(args)
         if args.chat is None:
             args.chat = self.text is not None and self.text.chats
@@ -140,6 +141,7 @@ class Session:
     def _prompts(self) -> list[Prompt]:
         args = self.args
         if args.conversation is not None:
+            self.turns = decode_prompts.turns(args.conversation)
             return []
         if args.prompts is not None:
             return decode_prompts.several(args.prompts, self._tokenizer, chat=args.chat)
@@ -217,7 +219,7 @@ class Session:
         text, rows = self._tokenizer, []
         messages: list[dict[str, str]] = []
         so_far = np.zeros(0, np.int32)
-        for said in decode_prompts.turns(self.args.conversation):
+        for said in self.turns:
             if self.args.chat:
                 messages.append({"role": "user", "content": said})
                 ids = text.encode_chat(messages, after=so_far if len(so_far) else None)

@@ -187,3 +187,103 @@ def test_a_script_run_from_elsewhere_fails_without_a_traceback(tmp_path):
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith("error: no checkpoint folder")
+
+
+def shakespeare(monkeypatch, capsys, stats, *arguments: object):
+    """The shipped model, which speaks bytes, in small."""
+    code, out, err = call(
+        decode, monkeypatch, capsys, *arguments,
+        "--max-new-tokens", 6, "--context", 400, "--stats-json", stats,
+    )  # fmt: skip
+    assert code == 0, err
+    return out, err, json.loads(stats.read_text())
+
+
+def test_decode_holds_a_conversation_and_reuses_what_was_said(tmp_path, monkeypatch, capsys):
+    turns = tmp_path / "turns.txt"
+    turns.write_text("JULIET: " + "O Romeo, " * 20 + "\n\nROMEO: Shall I hear more?\n")
+    out, err, told = shakespeare(
+        monkeypatch, capsys, tmp_path / "told.json", "--conversation", turns
+    )
+    assert out.count(">>> ") == 2
+    first, second = told["requests"]
+    assert (first["reused"], first["computed"]) == (0, first["prompt_tokens"])
+    assert second["reused"] == 128
+    assert second["computed"] == second["prompt_tokens"] - 128
+    assert second["prompt_tokens"] == first["prompt_tokens"] + 6 + len(
+        "ROMEO: Shall I hear more?\n"
+    )
+    assert "lost" in err
+    assert told["compilations"] == 0
+
+
+def test_decode_runs_prompts_of_a_file_together_over_raw_rows(tmp_path, monkeypatch, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    same = "FIRST CITIZEN: " + "Speak, speak. " * 12
+    lines = [{"prompt": same + "A"}, {"prompt": same + "B", "max_new_tokens": 2}]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    out, _, told = shakespeare(
+        monkeypatch, capsys, tmp_path / "told.json", "--prompts", prompts, "--scheme", "generic"
+    )
+    assert out.count("--- ") == 2
+    assert [row["new_tokens"] for row in told["requests"]] == [6, 2]
+    assert [row["reused"] for row in told["requests"]] == [0, 128]
+    assert told["scheme"] == "generic"
+    assert set(told["cache_bytes"]) >= {"compressed"}
+    assert told["cache_bytes"]["window"] == 0
+
+
+def test_decode_asks_about_a_document_and_finds_nothing_where_reuse_is_off(
+    tmp_path, monkeypatch, capsys
+):
+    document = tmp_path / "document.txt"
+    document.write_text("The tide comes in. " * 10)
+    out, _, told = shakespeare(
+        monkeypatch, capsys, tmp_path / "told.json",
+        "--file", document, "--ask", "When?", "--ask", "Where?", "--scheme", "off",
+    )  # fmt: skip
+    assert [line for line in out.splitlines() if line.startswith("--- ")] == [
+        "--- When?",
+        "--- Where?",
+    ]
+    assert [row["reused"] for row in told["requests"]] == [0, 0]
+    assert all("reuse is off" in row["why"] for row in told["requests"])
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("", "holds no prompt"),
+        ('{"prompt": "a"}\n{"prompt": 3}', "line 2"),
+        ("not json", "line 1: not JSON"),
+        ('{"prompt": "a", "max_new_tokens": "b"}', "not an integer"),
+    ],
+)
+def test_decode_refuses_a_malformed_file_of_prompts(tmp_path, monkeypatch, capsys, lines, words):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(lines)
+    code, out, err = call(decode, monkeypatch, capsys, "--prompts", file)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["text", "--ask", "Who?"], "--file"),
+        (["text", "--slots", "0"], "--slots"),
+        (["text", "--samples", "0"], "--samples"),
+        (["text", "--snapshots", "-1"], "--snapshots"),
+        (["text", "--min-p", "2"], "min_p"),
+        (["text", "--repetition-penalty", "0"], "repetition_penalty"),
+        (["text", "--chat"], "chat template"),
+        (["text", "--checkpoint", "nowhere.gguf"], "nowhere.gguf"),
+        (["--conversation", "/nowhere/turns.txt"], "cannot read"),
+    ],
+)
+def test_decode_refuses_options_that_mean_nothing(monkeypatch, capsys, arguments, words):
+    code, out, err = call(decode, monkeypatch, capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert err.count("\n") == 1
