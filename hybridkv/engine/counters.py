@@ -27,5 +27,12 @@ class EngineCounters:
     restores: int = 0
     late_restores: int = 0
     failed_restores: int = 0
+    last_restore_error: str = ""
+    """What the last restore raised that failed by an exception; it is a fault of the tier."""
     compilations: int = 0
     """Since warm-up; anything but 0 is a fault."""
+
+    def note_failed_restore(self, error: Exception) -> None:
+        """A restore raised instead of saying that it failed."""
+        self.failed_restores += 1
+        self.last_restore_error = f"{type(error).__name__}: {error}"

@@ -33,10 +33,10 @@ from hybridkv.engine.parking import ParkedBytesLost, park, parked_bytes, unpark
 from hybridkv.engine.probe import Probe, probe
 from hybridkv.engine.protocol import StepModel
 from hybridkv.engine.requests import Finish, Output, Request, prompt_ids
-from hybridkv.engine.restores import Restores, RestoreState
+from hybridkv.engine.restores import Restores, RestoreState, RestoreTicket
 from hybridkv.engine.runner import Runner, RunnerOptions
 from hybridkv.engine.scheduler import FOREVER, Room, SchedulerOptions, Stage, arrange, select
-from hybridkv.engine.sequence import NoSlot, Sequence
+from hybridkv.engine.sequence import Hold, NoSlot, Sequence
 from hybridkv.engine.stops import StopMatcher
 from hybridkv.engine.task import Task, Text
 from hybridkv.errors import UserError
@@ -339,7 +339,7 @@ class Engine:
         task.hold = hold
         if self._restores is not None and not task.restored:
             task.restored = True
-            task.ticket = self._restores.begin(hold)
+            task.ticket = self._begin_restore(self._restores, hold)
             if task.ticket is not None:
                 task.stage = Stage.RESTORING
                 task.restore_by = self._clock() + self.options.restore_s
@@ -358,6 +358,22 @@ class Engine:
             self.counters.reused_tokens += task.output.reused
             self.counters.replayed_tokens += task.output.replayed
 
+    def _begin_restore(self, restores: Restores, hold: Hold) -> RestoreTicket | None:
+        try:
+            return restores.begin(hold)
+        except Exception as error:  # whatever a tier does, the prompt can be computed
+            self.counters.note_failed_restore(error)
+            return None
+
+    def _restore_state(self, ticket: RestoreTicket) -> RestoreState:
+        try:
+            state = ticket.state()
+        except Exception as error:  # as above
+            self.counters.note_failed_restore(error)
+            return RestoreState.FAILED
+        self.counters.failed_restores += state is RestoreState.FAILED
+        return state
+
     def _seated(self, task: Task, sequence: Sequence, stage: Stage) -> None:
         task.hold, task.sequence, task.stage = None, sequence, stage
         if not task.output.preemptions:
@@ -369,9 +385,7 @@ class Engine:
         for task in list(self._tasks.values()):
             if task.stage is not Stage.RESTORING or task.ticket is None:
                 continue
-            state = task.ticket.state()
-            if state is not RestoreState.PENDING:
-                self.counters.failed_restores += state is RestoreState.FAILED
+            if self._restore_state(task.ticket) is not RestoreState.PENDING:
                 self._stop_restoring(task)
 
     def _stop_restoring(self, task: Task) -> None:

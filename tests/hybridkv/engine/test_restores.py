@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from engines import BLOCKS, SLOTS, TILE, FakeRestores, ids_of, same, task_of
+from engines import BLOCKS, SLOTS, TILE, FakeRestores, FakeTicket, ids_of, same, task_of
 from scenarios.runs import used
 
 from hybridkv.engine.requests import Finish
@@ -161,3 +161,23 @@ def test_nothing_is_evicted_for_one_that_cannot_be_seated(lab):
     assert task_of(handle).stage is Stage.WAITING
     assert not evicted
     lab.finish(handle, *others)
+
+
+@pytest.mark.parametrize("where", ["begin", "state"])
+def test_restores_that_raise_cost_a_hit_and_nothing_else(lab, monkeypatch, where):
+    alone, other = lab.alone(IDS, NEW), lab.alone(OTHER, NEW)
+
+    def broken(*_):
+        raise OSError("the store is gone")
+
+    restores = FakeRestores(lab.time, begins=for_ids)
+    lab.change(restores=restores, restore_s=1.0)
+    target = FakeRestores if where == "begin" else FakeTicket
+    monkeypatch.setattr(target, where, broken)
+    handles = [lab.submit(IDS, NEW), lab.submit(OTHER, NEW)]
+    lab.finish(*handles)
+    assert same(handles[0].output, alone)
+    assert same(handles[1].output, other)
+    counters = lab.engine.counters
+    assert counters.failed_restores >= 1
+    assert counters.last_restore_error == "OSError: the store is gone"
