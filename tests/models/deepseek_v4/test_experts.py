@@ -217,3 +217,20 @@ def test_swiglu_clips_the_gate_from_above_and_the_value_on_both_sides():
     got = clipped_swiglu(jnp.asarray(x), 2.0)
     np.testing.assert_allclose(got, swiglu(wide(x), 2.0), rtol=1e-5)
     assert got[0, 3] == pytest.approx(2 / (1 + np.exp(-2)) * 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_idle_tokens_get_no_routed_expert_and_active_ones_keep_their_bits(rows, layer):
+    module = experts(layer)
+    graph, state = nnx.split(module)
+    call = jax.jit(lambda s, x, t, on: nnx.merge(graph, s)(x, t, rows=rows, active=on))
+    x, tokens = inputs(3)
+    everyone = compiled(layer, rows=rows)(x, tokens)
+    on = np.zeros(TOKENS, bool)
+    on[[2, 5, 6, 11]] = True  # not the first ones
+    some = np.asarray(call(state, jnp.asarray(x), jnp.asarray(tokens), jnp.asarray(on)))
+    assert some[on].tobytes() == everyone[on].tobytes()
+    nobody = np.asarray(call(state, jnp.asarray(x), jnp.asarray(tokens), jnp.zeros(TOKENS, bool)))
+    np.testing.assert_array_equal(some[~on], nobody[~on])
+    assert not np.array_equal(everyone[~on], nobody[~on])
