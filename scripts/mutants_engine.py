@@ -41,7 +41,7 @@ ENGINE_MUTANTS = (
         "equals are preempted",
         SCHEDULER,
         "options.level(job, now) < head.priority",
-        "options.level(job, now) <= head.priority",
+        "job.priority <= head.priority",
         (T_SCHEDULER,),
     ),
     Mutant(
