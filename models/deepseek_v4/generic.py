@@ -11,9 +11,7 @@ found as in ``tile.py``, by the same functions, so the two differ only in where 
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +25,7 @@ from hybridkv.state.cache import Cache, LayerCache
 from hybridkv.state.compressed import write_rows
 from hybridkv.state.generic import CellFields, RawFields, join_fields, raw_fields, read_tokens
 from hybridkv.state.lanes import lanes_in_turn, map_sequences
+from hybridkv.state.tokens import Tokens
 from models.common import rotary_angles
 from models.deepseek_v4.attention import Attention
 from models.deepseek_v4.cached import sequence_attention
@@ -60,24 +59,6 @@ class RawLayer:
         )
 
 
-class Sequences(NamedTuple):
-    """Consecutive tokens of several sequences, as every layer sees them.
-
-    A tile step has one sequence a lane and ``t = tile``; a decode step one a slot and ``t = 1``.
-    """
-
-    positions: Int[Array, "n t"]
-    write: Bool[Array, "n t"]
-    """Whether this step stores the token's raw row."""
-    ends: Int[Array, " n"]
-    """Raw rows of each sequence that exist after the writes; 0 for an idle one."""
-    table: Int[Array, "n blocks_per_sequence"]
-    order: Int[Array, " n"]
-    """Active sequences first."""
-    active: Int[Array, ""]
-    """How many are active."""
-
-
 def tile_step(
     model: DeepseekV4, batch: TileBatch, cache: Cache, options: StepOptions
 ) -> tuple[Float[Array, "lanes vocab"], Cache]:
@@ -88,36 +69,15 @@ def tile_step(
     tokens before ``write_from`` are read but not written; ``known_from`` has no meaning, since
     there is no state that could be absent.
     """
-    step = functools.partial(_all_lanes, model, options=options)
+
+    def step(batch: TileBatch, cache: Cache) -> tuple[jax.Array, Cache]:
+        tokens = Tokens.of_tile(batch, cache)
+        hidden, after = _forward(model, tokens, cache, options, rows=options.expert_rows)
+        return model.logits(hidden if options.all_logits else tokens.last(hidden)), after
+
     if options.sequential and options.lanes > 1:
         return lanes_in_turn(step, batch, cache)
     return step(batch, cache)
-
-
-def _all_lanes(
-    model: DeepseekV4, batch: TileBatch, cache: Cache, options: StepOptions
-) -> tuple[jax.Array, Cache]:
-    lanes, tile = batch.tokens.shape
-    positions = batch.starts[:, None] + jnp.arange(tile, dtype=jnp.int32)[None, :]
-    inside = positions < batch.ends[:, None]
-    active = batch.ends > batch.starts
-    sequences = Sequences(
-        positions=positions,
-        write=inside & (positions >= batch.write_from[:, None]),
-        ends=jnp.where(active, batch.ends, 0),
-        table=cache.block_table[jnp.minimum(batch.slots, cache.slots - 1)],
-        order=jnp.arange(lanes, dtype=jnp.int32),
-        active=jnp.sum(active.astype(jnp.int32)),
-    )
-    tokens = jnp.where(inside, batch.tokens, 0)
-    lengths = cache.lengths.at[batch.slots].set(batch.ends, mode="drop")
-    hidden, cache = _forward(
-        model, tokens, sequences, cache, lengths, options, rows=options.expert_rows
-    )
-    if not options.all_logits:
-        last = jnp.maximum(batch.ends - batch.starts - 1, 0)[:, None, None]
-        hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
-    return model.logits(hidden), cache
 
 
 def decode_step(
@@ -127,31 +87,20 @@ def decode_step(
 
     Returns float32 logits (garbage for idle slots) and the cache one token later.
     """
-    sequences = Sequences(
-        positions=cache.lengths[:, None],
-        write=batch.active[:, None],
-        ends=jnp.where(batch.active, cache.lengths + 1, 0),
-        table=cache.block_table,
-        order=jnp.argsort(jnp.logical_not(batch.active), stable=True).astype(jnp.int32),
-        active=jnp.sum(batch.active.astype(jnp.int32)),
-    )
-    tokens = jnp.where(batch.active, batch.tokens, 0)[:, None]
-    lengths = cache.lengths + batch.active.astype(jnp.int32)
-    hidden, cache = _forward(model, tokens, sequences, cache, lengths, options, rows=1)
+    hidden, cache = _forward(model, Tokens.of_decode(batch, cache), cache, options, rows=1)
     return model.logits(hidden[:, 0]), cache
 
 
 def _forward(
     model: DeepseekV4,
-    tokens: Int[Array, "n t"],
-    sequences: Sequences,
+    tokens: Tokens,
     cache: Cache,
-    lengths: Int[Array, " slots"],
     options: StepOptions,
     *,
     rows: int,
 ) -> tuple[Float[Array, "n t hidden"], Cache]:
     config = model.config
+    ends = jnp.where(tokens.ends > tokens.starts, tokens.ends, 0)  # rows there are; 0 when idle
 
     def attend(inputs: AttendInput, carry: tuple[int, LayerCache]) -> tuple[jax.Array, LayerCache]:
         number, layer = carry
@@ -160,29 +109,37 @@ def _forward(
         latent = attention.latent(x)
         own = RawLayer.of(config, number)
         raw = join_fields(own.fields, _raw_parts(inputs), cache.geometry.row_width)
-        pool = write_rows(layer.rows, sequences.table, positions, sequences.write, raw)
-        longest = None if options.sequential else jnp.max(sequences.ends)
+        write = tokens.real & (positions >= tokens.write_from[:, None])
+        pool = write_rows(layer.rows, tokens.table, positions, write, raw)
+        longest = None if options.sequential else jnp.max(ends)
         function = _sequence_attention(attention, own, pool, cache.geometry, longest, options)
         arguments = [
             attention.queries(latent, angles).astype(jnp.float32),
-            sequences.table,
+            tokens.table,
             positions,
-            sequences.ends,
+            ends,
         ]
         if attention.indexer is not None:
             arguments += list(attention.indexer.query(x, latent, angles))
         o = map_sequences(
             function,
             tuple(arguments),
-            sequences.order,
-            sequences.active,
+            tokens.order,
+            tokens.active,
             sequential=options.sequential,
         )
         return attention.output(o.astype(x.dtype), angles), dataclasses.replace(layer, rows=pool)
 
     layers = [cache.layer(number) for number in range(config.layers)]
-    hidden, after = model(tokens, sequences.positions, attend, tuple(enumerate(layers)), rows=rows)
-    return hidden, cache.with_layers(after, lengths)
+    hidden, after = model(
+        tokens.tokens,
+        tokens.numbers,
+        attend,
+        tuple(enumerate(layers)),
+        rows=rows,
+        active=tokens.real,
+    )
+    return hidden, cache.with_layers(after, tokens.lengths(cache.lengths))
 
 
 def _raw_parts(inputs: AttendInput) -> list[jax.Array]:
