@@ -45,6 +45,10 @@ OnEvict = Callable[[Int32[np.ndarray, " n"], Tier, str], None]
 """Told which published entries are about to be lost, the tier that gives them up, and the cause.
 The entries are still whole and published; the callback must not call the allocator."""
 
+OnFreed = Callable[[Tier, Form, Int32[np.ndarray, " n"]], None]
+"""Told of places of a tier whose bytes nobody owns any more: whoever keeps them may drop them. The
+callback must not call the allocator."""
+
 _FORM_BITS = np.asarray([FORM_BITS[form] for form in Form], np.uint8)
 _EMPTY = PoolSizes(blocks=0, snapshots=0)
 
@@ -56,7 +60,7 @@ class Allocator:
         self,
         sizes: Mapping[Tier, PoolSizes],
         *,
-        policy: EvictionPolicy,
+        policy: EvictionPolicy | Mapping[Tier, EvictionPolicy],
         clock: Callable[[], float],
         debug: bool = False,
     ) -> None:
@@ -65,7 +69,7 @@ class Allocator:
         Args:
           sizes: places of each tier; a tier left out has none. An entry id is any tier's, so there
             are as many ids as places.
-          policy: which entry goes first.
+          policy: which entry goes first; one for all tiers, or one a tier.
           clock: seconds; never goes back.
           debug: walk all invariants after every call: slow.
         """
@@ -82,13 +86,17 @@ class Allocator:
         self.reservations = Reservations()
         self.leases = Leases()
         self.on_evict: list[OnEvict] = []
+        self.on_freed: list[OnFreed] = []
         self.topology = Topology.of(self.entries)
         self._tiers = [t for t in Tier if any(p.capacity for p in self.pools[t].values())]
         self._rank = np.zeros(places, np.int32)
         """Scratch: where in the current call an id stands; of no meaning for other ids."""
-        self._policy, self._clock, self._debug = policy, clock, debug
+        self._policies: dict[Tier, EvictionPolicy] = (
+            dict(policy) if isinstance(policy, Mapping) else dict.fromkeys(Tier, policy)
+        )
+        self._clock, self._debug = clock, debug
         self._floor = np.zeros(len(Form), np.float64)
-        """What the last evicted entry of each form was worth."""
+        """What the last entry of each form that was evicted from the device was worth."""
 
     # Room.
 
@@ -317,8 +325,8 @@ class Allocator:
         """Publishes blocks, each behind its parent block (-1: a first block).
 
         Raises:
-          EntryError: an entry is not an unpublished block that is PRESENT on the device; a parent
-            is not a published one there and does not stand earlier in the same call.
+          EntryError: an entry is not an unpublished block that is PRESENT on a tier; a parent is
+            not a published one and does not stand earlier in the same call.
         """
         ids = self._distinct(entries)
         publication.attach(self.entries, ids, _integers(parents), self._ranks)
@@ -328,8 +336,8 @@ class Allocator:
         """Publishes a snapshot at the end of a published block.
 
         Raises:
-          EntryError: it is not an unpublished snapshot that is PRESENT on the device; the block is
-            not published, or has a snapshot.
+          EntryError: it is not an unpublished snapshot that is PRESENT on a tier; the block is not
+            published, or has a snapshot.
         """
         self._distinct(np.asarray([entry, block]))
         publication.attach_snapshot(self.entries, entry, block)
@@ -400,7 +408,10 @@ class Allocator:
         places, forms = place[ids], self.entries.form[ids]
         place[ids] = NONE
         for form, pool in self.pools[tier].items():
-            pool.places.push(places[forms == form])
+            freed = places[forms == form]
+            pool.places.push(freed)
+            for tell in self.on_freed if freed.size else ():
+                tell(tier, form, freed)
 
     def _can_go(self, form: Form, tier: Tier) -> Bool[np.ndarray, " n"]:
         if form == Form.BLOCK:
@@ -423,7 +434,8 @@ class Allocator:
         blocks = snapshots = np.zeros(0, np.int32)
         if Form.BLOCK in can_go:
             count = missing[Form.BLOCK]
-            blocks = eviction.choose_blocks(columns, can_go[Form.BLOCK], count, self._policy, now)
+            policy = self._policies[tier]
+            blocks = eviction.choose_blocks(columns, can_go[Form.BLOCK], count, policy, now)
             snapshots = columns.snapshot[blocks]
             snapshots = snapshots[snapshots != NONE]
         if Form.SNAPSHOT in can_go:
@@ -433,7 +445,7 @@ class Allocator:
                 columns,
                 can_go[Form.SNAPSHOT],
                 max(0, missing[Form.SNAPSHOT] - int(here)),
-                self._policy,
+                self._policies[tier],
                 now,
             )
             snapshots = np.concatenate([snapshots, more])
@@ -447,8 +459,9 @@ class Allocator:
         A snapshot is lost with its block, even where only the snapshot has another copy.
         """
         columns = self.entries
-        self._raise_floor(Form.BLOCK, blocks)
-        self._raise_floor(Form.SNAPSHOT, snapshots)
+        if tier == Tier.DEVICE:
+            self._raise_floor(Form.BLOCK, blocks)
+            self._raise_floor(Form.SNAPSHOT, snapshots)
         chosen = np.concatenate([snapshots, blocks]).astype(np.int32)
         kept = eviction.copied_elsewhere(columns, tier)
         kept[columns.snapshot[blocks[~kept[blocks] & (columns.snapshot[blocks] != NONE)]]] = False
@@ -461,7 +474,8 @@ class Allocator:
 
     def _raise_floor(self, form: Form, ids: Int32[np.ndarray, " n"]) -> None:
         if ids.size:
-            worth = self._policy.value(self.entries, ids.astype(np.int32), self._clock())
+            policy = self._policies[Tier.DEVICE]
+            worth = policy.value(self.entries, ids.astype(np.int32), self._clock())
             self._floor[form] = max(float(self._floor[form]), float(worth.max()))
 
     def _announce(self, ids: Int32[np.ndarray, " n"], tier: Tier) -> None:

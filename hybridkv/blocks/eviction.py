@@ -62,6 +62,11 @@ class SecondsPerByte:
     snapshot_seconds: float
     """Seconds of the replay that a snapshot saves."""
     snapshot_bytes: int
+    tier: Tier = Tier.DEVICE
+    """Whose entries are judged."""
+    copied_share: float = 1.0
+    """Share of the seconds that are lost where a slower tier has the entry too: loading it takes so
+    much of computing it."""
 
     def __post_init__(self) -> None:
         if min(self.block_seconds, self.snapshot_seconds) < 0:
@@ -88,6 +93,8 @@ class SecondsPerByte:
             self.block_seconds / self.block_bytes,
             self.snapshot_seconds / self.snapshot_bytes,
         )
+        copied = (entries.state[self.tier + 1 :, ids] == TierState.PRESENT).any(axis=0)
+        each = np.where(copied, self.copied_share * each, each)
         return entries.floor[ids] + (1.0 + np.log2(1.0 + hits.astype(np.float64))) * each
 
 

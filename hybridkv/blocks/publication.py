@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Bool, Int32
 
-from hybridkv.blocks.entries import NONE, Entries, EntryError, Form, Tier
+from hybridkv.blocks.entries import NONE, Entries, EntryError, Form
 from hybridkv.blocks.transitions import TierState
 
 Ranks = Callable[[Int32[np.ndarray, " n"], Int32[np.ndarray, " m"]], Int32[np.ndarray, " m"]]
@@ -25,7 +25,7 @@ def attach(
     if parents.shape != ids.shape:
         raise EntryError(f"{ids.size} blocks need as many parents, not {parents.size}")
     _require(~entries.published[ids], ids, "is published already")
-    _require(_whole(entries, ids, Form.BLOCK), ids, "is no block that is PRESENT on the device")
+    _require(_whole(entries, ids, Form.BLOCK), ids, "is no block that is PRESENT on a tier")
     behind = parents != NONE
     shown = np.zeros(ids.size, np.bool_)
     linked = parents[behind]
@@ -45,7 +45,7 @@ def attach_snapshot(entries: Entries, entry: int, block: int) -> None:
     """Publishes a snapshot at the end of a published block; see ``Allocator.attach_snapshot``."""
     one, under = np.asarray([entry], np.int32), np.asarray([block], np.int32)
     _require(~entries.published[one], one, "is published already")
-    _require(_whole(entries, one, Form.SNAPSHOT), one, "is no snapshot PRESENT on the device")
+    _require(_whole(entries, one, Form.SNAPSHOT), one, "is no snapshot PRESENT on a tier")
     shown = entries.published[under] & (entries.form[under] == Form.BLOCK)
     _require(shown, under, "is no published block for a snapshot to stand on")
     _require(entries.snapshot[under] == NONE, under, "has a snapshot already")
@@ -83,7 +83,7 @@ def detach(entries: Entries, ids: Int32[np.ndarray, " n"]) -> None:
 
 
 def _whole(entries: Entries, ids: Int32[np.ndarray, " n"], form: Form) -> Bool[np.ndarray, " n"]:
-    present = entries.state[Tier.DEVICE, ids] == TierState.PRESENT
+    present = (entries.state[:, ids] == TierState.PRESENT).any(axis=0)
     return present & (entries.form[ids] == form)
 
 

@@ -23,11 +23,15 @@ class CostModel:
         """Seconds for the tiles from ``start`` (a tile boundary) to the end of the prompt."""
         return cdiv(tokens - start, tile) * self.tile_seconds
 
-    def move(self, tier: Tier, size: int) -> float:
-        """Seconds for ``size`` bytes of a tier."""
+    def copy(self, tier: Tier, size: int) -> float:
+        """Seconds for ``size`` bytes of a tier, once their turn has come."""
         rate = self.bytes_per_second.get(tier)
+        return size / rate if rate else 0.0
+
+    def move(self, tier: Tier, size: int) -> float:
+        """Seconds for ``size`` bytes of a tier, with the wait for their turn."""
         queue = 0.0 if tier is Tier.DEVICE else self.queue_seconds
-        return queue + (size / rate if rate else 0.0)
+        return queue + self.copy(tier, size)
 
 
 BY_TILES = CostModel()

@@ -32,7 +32,7 @@ from hybridkv.blocks.entries import (
 from hybridkv.blocks.transitions import TierState
 from hybridkv.prefixes.digest_table import DigestTable
 from hybridkv.prefixes.ghosts import Ghosts
-from hybridkv.prefixes.hashing import HashBlock, TokenChain, sha256_block
+from hybridkv.prefixes.hashing import HashBlock, TokenChain, block_hashes, sha256_block
 from hybridkv.prefixes.identity import Identity
 
 NEVER_PUBLISHED = "never_published"
@@ -226,8 +226,8 @@ class Directory:
 
         Raises:
           PublishError: the chain has no such complete blocks; the block before them is not
-            published or not PRESENT on the device; an entry to publish stands twice, is published
-            already, or is no block that is PRESENT with every required kind. Nothing is published.
+            published; an entry to publish stands twice, is published already, or is no block that
+            is PRESENT on the device with every required kind. Nothing is published.
           ValueError: the chain was not made by this directory.
         """
         ids = _as_ids(entries)
@@ -247,7 +247,6 @@ class Directory:
         self._require_whole(new, Form.BLOCK)
         at = first + old.size
         before = run[at - 1 : at] if at else _FIRST
-        _require(self._present(before) | (before == NONE), before, "before them is not PRESENT")
         new = new[: self._enter(chain, at, new)]
         self.allocator.attach(new, np.concatenate([before, new[:-1]])[: new.size])
         nothing = np.full(ids.size - old.size - new.size, NONE, np.int32)
@@ -280,6 +279,65 @@ class Directory:
         self.entries.position[entry] = position
         self.allocator.attach_snapshot(entry, block)
         return True
+
+    def adopt(
+        self,
+        previous: bytes,
+        first: int,
+        tokens: UInt32[np.ndarray, " n_block_tokens"],
+        entries: Int[np.ndarray, " n"],
+    ) -> None:
+        """Makes blocks visible whose bytes are whole on another tier than the device.
+
+        Args:
+          previous: chained digest of the block before the first of them, or a root.
+          first: number of the first of them in its sequence.
+          tokens: of these blocks.
+          entries: committed blocks, of which the directory has none under their digests.
+
+        Raises:
+          PublishError: the block before them is not published, or one of these digests is.
+        """
+        ids, parent = _as_ids(entries), NONE
+        if first:
+            parent = int(self.entry_of(np.frombuffer(previous, np.uint8)[None])[0])
+            if parent == NONE or int(self.entries.position[parent]) != first * self.block_tokens:
+                raise PublishError(f"no published block ends at {first * self.block_tokens}")
+        digests, fingerprints = block_hashes(
+            previous, first, tokens, self.block_tokens, hash_block=self._hash_block, seed=self._seed
+        )
+        if (self.entry_of(digests) != NONE).any():
+            raise PublishError("one of these blocks is published already: copy it instead")
+        self._require_whole(ids, Form.BLOCK, anywhere=True)
+        columns, end = self.entries, first + ids.size
+        columns.digest[ids], columns.fingerprint[ids] = digests, fingerprints
+        columns.position[ids] = np.arange(first + 1, end + 1) * self.block_tokens
+        self._table.insert(ids)
+        self.allocator.attach(ids, np.concatenate([[parent], ids[:-1]]).astype(np.int32))
+
+    def adopt_snapshot(self, block: int, entry: int) -> None:
+        """Makes a snapshot visible that is whole on another tier, at a published block's end."""
+        self._require_whole(np.array([entry], np.int32), Form.SNAPSHOT, anywhere=True)
+        self.entries.digest[entry] = self.entries.digest[block]
+        self.entries.position[entry] = self.entries.position[block]
+        self.allocator.attach_snapshot(entry, block)
+
+    def entry_of(self, digests: UInt8[np.ndarray, "n 32"]) -> Int32[np.ndarray, " n"]:
+        """The published block under each digest, or -1. Tokens are not compared."""
+        return self._table.find(np.ascontiguousarray(digests))
+
+    def above(self, entries: Int[np.ndarray, " n"]) -> Int32[np.ndarray, " m"]:
+        """These published entries and all that stands on them: what goes when they do."""
+        columns = self.entries
+        shown = np.flatnonzero(columns.published)
+        order = shown[np.argsort(columns.parent[shown], kind="stable")]
+        parents = columns.parent[order]
+        found, front = [], np.unique(_as_ids(entries))
+        while front.size:
+            found.append(front)
+            starts, ends = (np.searchsorted(parents, front, side) for side in ("left", "right"))
+            front = np.concatenate([order[a:b] for a, b in zip(starts, ends, strict=True)])
+        return np.unique(np.concatenate([*found, np.empty(0, np.int32)])).astype(np.int32)
 
     def withdraw(self, entries: Int[np.ndarray, " n"], cause: str) -> None:
         """Takes published entries out of sight and remembers the cause; leases stay valid.
@@ -318,7 +376,9 @@ class Directory:
         self._table.remove(ids[run:][entered[run:]])
         return run
 
-    def _require_whole(self, ids: Int32[np.ndarray, " n"], form: Form) -> None:
+    def _require_whole(
+        self, ids: Int32[np.ndarray, " n"], form: Form, *, anywhere: bool = False
+    ) -> None:
         """Checks that entries may be published, so that nothing fails half way."""
         if not 0 <= ids.min() <= ids.max() < len(self.entries):
             raise PublishError(f"entries must be in 0..{len(self.entries) - 1}, got {ids}")
@@ -326,13 +386,13 @@ class Directory:
             raise PublishError("an entry stands twice among those to publish")
         columns, kinds = self.entries, self.required_kinds & FORM_BITS[form]
         _require(columns.form[ids] == form, ids, f"is no {form.name.lower()}")
-        _require(self._present(ids), ids, "is not PRESENT on the device: commit it first")
+        states = columns.state[:, ids] if anywhere else columns.state[[Tier.DEVICE]][:, ids]
+        where = "anywhere" if anywhere else "on the device"
+        whole = (states == TierState.PRESENT).any(axis=0)
+        _require(whole, ids, f"is not PRESENT {where}: commit it first")
         names = ", ".join(kind.name for kind in kinds_of(kinds))
         _require(columns.kinds[ids] & kinds == kinds, ids, f"lacks a required kind of {names}")
         _require(~columns.published[ids], ids, "is published already, as something else")
-
-    def _present(self, ids: Int32[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
-        return self.entries.state[Tier.DEVICE, ids] == TierState.PRESENT
 
 
 def _as_ids(entries: Int[np.ndarray, " n"]) -> Int32[np.ndarray, " n"]:

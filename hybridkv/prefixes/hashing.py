@@ -89,7 +89,7 @@ class TokenChain:
         self.block_tokens = block_tokens
         self.vocab_size = vocab_size
         self._hash_block = hash_block
-        self._coefficients = _coefficients(block_tokens, seed)
+        self._seed = seed
         self._length = 0
         self._blocks = 0
         self._last = self.root
@@ -149,21 +149,52 @@ class TokenChain:
     def _complete(self, first: int, end: int) -> None:
         """Digests and fingerprints of blocks ``first`` to ``end``, whose tokens are there."""
         size = self.block_tokens
-        tokens = self._tokens[first * size : end * size]
-        data, stride, previous = tokens.astype("<u4", copy=False).tobytes(), 4 * size, self._last
-        digests = []
-        for start in range(0, len(data), stride):
-            previous = self._hash_block(previous, data[start : start + stride])
-            digests.append(previous)
         self._digests = _grown(self._digests, first, end)
-        joined = np.frombuffer(b"".join(digests), np.uint8)
-        self._digests[first:end] = joined.reshape(end - first, DIGEST_BYTES)
         self._fingerprints = _grown(self._fingerprints, first, end)
-        for start in range(first, end, _FINGERPRINTED_AT_ONCE):
-            stop = min(start + _FINGERPRINTED_AT_ONCE, end)
-            part = tokens[(start - first) * size : (stop - first) * size].reshape(-1, size)
-            self._fingerprints[start:stop] = _fingerprints(self._coefficients, start, part)
-        self._last = previous
+        self._digests[first:end], self._fingerprints[first:end] = block_hashes(
+            self._last,
+            first,
+            self._tokens[first * size : end * size],
+            size,
+            hash_block=self._hash_block,
+            seed=self._seed,
+        )
+        self._last = self._digests[end - 1].tobytes()
+
+
+def block_hashes(
+    previous: bytes,
+    first: int,
+    tokens: UInt32[np.ndarray, " n_block_tokens"],
+    block_tokens: int,
+    *,
+    hash_block: HashBlock = sha256_block,
+    seed: int | None = None,
+) -> tuple[UInt8[np.ndarray, "n 32"], UInt64[np.ndarray, "n 2"]]:
+    """Chained digests and fingerprints of blocks ``first`` on; see ``TokenChain``.
+
+    Args:
+      previous: digest of the block before them, or the root.
+      first: number of the first of them.
+      tokens: of these blocks, whole ones.
+      block_tokens: tokens of a block.
+      hash_block: as in ``TokenChain``.
+      seed: as in ``TokenChain``.
+    """
+    count = tokens.size // block_tokens
+    data, stride = tokens.astype("<u4", copy=False).tobytes(), 4 * block_tokens
+    digests = []
+    for start in range(0, count * stride, stride):
+        previous = hash_block(previous, data[start : start + stride])
+        digests.append(previous)
+    joined = np.frombuffer(b"".join(digests), np.uint8).reshape(count, DIGEST_BYTES)
+    coefficients = _coefficients(block_tokens, seed)
+    fingerprints = np.empty((count, 2), np.uint64)
+    for start in range(0, count, _FINGERPRINTED_AT_ONCE):
+        stop = min(start + _FINGERPRINTED_AT_ONCE, count)
+        part = tokens[start * block_tokens : stop * block_tokens].reshape(-1, block_tokens)
+        fingerprints[start:stop] = _fingerprints(coefficients, first + start, part)
+    return joined, fingerprints
 
 
 def common_prefix(a: TokenChain, b: TokenChain) -> int:

@@ -4,7 +4,8 @@
 
 Nothing else in the library decides this; the engine, the tiers and the tests call ``plan_prefix``.
 Planning reads the bookkeeping and changes nothing; the caller leases what the plan names before it
-does anything else.
+does anything else. Where loads are open, entries count wherever they are whole, and those that are
+not on the device have to be brought there first; nothing is loaded that is cheaper to recompute.
 
     0 ........ start .................. shared .................. tokens
       reused   |  replayed: recomputed  |  computed, rows written
@@ -18,8 +19,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from hybridkv.arithmetic import cdiv, round_down
-from hybridkv.blocks.entries import Entries, Tier, kind_bits
+from hybridkv.arithmetic import cdiv, round_down, round_up
+from hybridkv.blocks.entries import Entries, Form, Tier, kind_bits
 from hybridkv.blocks.transitions import TierState
 from hybridkv.geometry import Geometry
 from hybridkv.kinds import Kind
@@ -35,7 +36,7 @@ from hybridkv.prefixes.directory import Directory, Match
 from hybridkv.prefixes.hashing import TokenChain
 from hybridkv.prefixes.identity import Identity
 from hybridkv.prefixes.losses import Cause, Loss, Step, blame
-from hybridkv.prefixes.needs import block_kinds, replay_start, snapshot_kinds
+from hybridkv.prefixes.needs import block_kinds, snapshot_kinds
 
 NO_ENTRIES = np.empty(0, np.int32)
 NO_GENERATIONS = np.empty(0, np.uint32)
@@ -67,6 +68,10 @@ class PlanOptions:
     """Tokens of a tile."""
     snapshot_bytes: int = 0
     """Bytes that reading a snapshot copies."""
+    loads: bool = False
+    """Whether entries of other tiers can be brought to the device."""
+    load_snapshots: bool = True
+    """Whether the device has places for snapshots that are brought."""
     cost: CostModel = BY_TILES
     replay: bool = True
     """Whether the sequence state may be rebuilt by recomputation."""
@@ -90,6 +95,9 @@ class Plan:
     snapshot: int
     """Entry of the snapshot at ``start``, -1 for none."""
     snapshot_generation: int
+    loads: np.ndarray
+    """int32: those of ``entries``, in order, that are not on the device; then the snapshot, where
+    it is not."""
     needs: Mapping[Kind, Action]
     """How each kind of this model is restored."""
     seconds: float
@@ -127,6 +135,8 @@ class Plan:
         how = f"reuse {self.start} of {self.tokens} tokens"
         if self.snapshot >= 0:
             how += f", copy the snapshot at {self.start}"
+        if len(self.loads):
+            how += f", load {len(self.loads)} entries first"
         if self.replayed:
             how += f", replay {self.replayed} tokens up to {self.shared}"
         return how + _reasons(self.ideal, self.losses)
@@ -191,6 +201,11 @@ def plan_prefix(
     return _plan(search, match, found, ideal)
 
 
+def has_loads(plan: Plan | Miss) -> bool:
+    """Whether something has to be brought to the device before a plan can be carried out."""
+    return isinstance(plan, Plan) and len(plan.loads) > 0
+
+
 def reuse_is_off(tokens: int, options: PlanOptions, ideal: int | None) -> Miss:
     """The answer where nothing is ever published."""
     return Miss(
@@ -228,15 +243,13 @@ class _Search:
         options: PlanOptions,
     ) -> None:
         self.directory, self.geometry, self.options = directory, geometry, options
-        self.tokens = tokens = chain.length
+        self.match, self.tokens = match, chain.length
         self.digests = chain.digests
         self.block = geometry.block_tokens
         self.matched = len(match.entries) * self.block
-        self.limit = block_granularity(geometry, tokens, options.tile)
-        self.whole = {
-            kind: self.block * _leading(holds(directory.entries, match.entries, kind))
-            for kind in block_kinds(geometry)
-        }
+        self.limit = block_granularity(geometry, self.tokens, options.tile)
+        anywhere = options.loads
+        self.whole = self.whole_up_to(anywhere)
         positions = np.arange(options.tile, self.limit + 1, options.tile)
         reachable = positions[positions <= self.matched]
         last_blocks = match.entries[reachable // self.block - 1]
@@ -245,10 +258,20 @@ class _Search:
             positions=reachable,
             blocks={kind: reachable <= whole for kind, whole in self.whole.items()},
             snapshots={
-                kind: _held(directory.entries, self.snapshots, kind)
+                kind: _held(
+                    directory.entries, self.snapshots, kind, anywhere and options.load_snapshots
+                )
                 for kind in snapshot_kinds(geometry)
             },
         )
+
+    def whole_up_to(self, anywhere: bool) -> Mapping[Kind, int]:
+        """Position up to which all blocks hold each kind, on the device or anywhere."""
+        entries, found = self.directory.entries, self.match.entries
+        return {
+            kind: self.block * _leading(holds(entries, found, kind, anywhere=anywhere))
+            for kind in block_kinds(self.geometry)
+        }
 
     def snapshot(self, position: int) -> int:
         """Entry of the snapshot at a position, -1 for none."""
@@ -256,15 +279,35 @@ class _Search:
             return -1
         return int(self.snapshots[np.searchsorted(self.conditions.positions, position)])
 
+    def load_seconds(self) -> np.ndarray:
+        """Seconds to bring every block before each position to the device: float64 ``[n]``."""
+        positions, cost = self.conditions.positions, self.options.cost
+        if not self.options.loads:
+            return np.zeros(len(positions))
+        tiers = fastest(self.directory.entries, self.match.entries)
+        total, waits = np.zeros(len(tiers)), np.zeros(len(tiers), bool)
+        for tier in (Tier.HOST, Tier.DISK):
+            total += np.where(tiers == tier, cost.copy(tier, self.geometry.block_bytes), 0.0)
+            waits |= tiers == tier
+        seconds = np.cumsum(total) + np.where(np.cumsum(waits) > 0, cost.queue_seconds, 0.0)
+        return seconds[positions // self.block - 1]
 
-def holds(entries: Entries, ids: np.ndarray, kind: Kind) -> np.ndarray:
-    """Whether each entry has ``kind`` on the device, whole: bool ``[n]``."""
-    present = entries.state[Tier.DEVICE, ids] == TierState.PRESENT
+
+def holds(entries: Entries, ids: np.ndarray, kind: Kind, *, anywhere: bool = False) -> np.ndarray:
+    """Whether each entry has ``kind``, whole, on the device or anywhere: bool ``[n]``."""
+    states = entries.state[:, ids] if anywhere else entries.state[Tier.DEVICE, ids][None]
+    present = (states == TierState.PRESENT).any(axis=0)
     return present & ((entries.kinds[ids] & kind_bits((kind,))) != 0)
 
 
-def _held(entries: Entries, ids: np.ndarray, kind: Kind) -> np.ndarray:
-    return (ids >= 0) & holds(entries, np.maximum(ids, 0), kind)
+def _held(entries: Entries, ids: np.ndarray, kind: Kind, anywhere: bool) -> np.ndarray:
+    return (ids >= 0) & holds(entries, np.maximum(ids, 0), kind, anywhere=anywhere)
+
+
+def fastest(entries: Entries, ids: np.ndarray) -> np.ndarray:
+    """The first tier that has each entry whole, as int; one past the last where none has."""
+    present = entries.state[:, ids] == TierState.PRESENT
+    return np.where(present.any(axis=0), present.argmax(axis=0), len(Tier))
 
 
 def _leading(flags: np.ndarray) -> int:
@@ -272,66 +315,166 @@ def _leading(flags: np.ndarray) -> int:
     return len(flags) if flags.all() else int(np.argmin(flags))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Way:
+    """One exact way to begin, and what it is expected to cost."""
+
+    seconds: float
+    start: int
+    """First computed position."""
+    needed: int
+    """Blocks before it must be on the device."""
+    copied: bool
+    """Whether the state at ``start`` is a snapshot's; else it is rebuilt."""
+
+
 def _plan(search: _Search, match: Match, found: Intersection, ideal: int | None) -> Plan:
-    start, copied, seconds = _cheapest(search, found)
-    snapshot = search.snapshot(start) if copied else -1
-    entries = search.directory.entries
-    count = found.shared // search.block
+    way = _cheapest(search, found)
+    snapshot = search.snapshot(way.start) if way.copied else -1
+    entries, block = search.directory.entries, search.block
+    shared = _shared(search, found, way)
+    count = shared // block
+    loads = _off_device(entries, match.entries[: way.needed // block])
+    if snapshot >= 0:
+        loads = np.concatenate([loads, _off_device(entries, np.array([snapshot], np.int32))])
+    outcome = Outcome.REUSE if way.start == shared else Outcome.REBUILD
     return Plan(
-        outcome=Outcome.REUSE if start == found.shared else Outcome.REBUILD,
+        outcome=Outcome.LOAD_THEN_REUSE if len(loads) else outcome,
         tokens=search.tokens,
-        start=start,
-        shared=found.shared,
+        start=way.start,
+        shared=shared,
         entries=match.entries[:count],
         generations=match.generations[:count],
         snapshot=snapshot,
         snapshot_generation=int(entries.generation[snapshot]) if snapshot >= 0 else 0,
-        needs=_needs(search.geometry, copied),
-        seconds=seconds,
+        loads=loads,
+        needs=_needs(search, way.copied, loads),
+        seconds=way.seconds,
         ideal=ideal,
-        losses=() if ideal is None else _losses(search, match, found, start, ideal),
+        losses=() if ideal is None else _losses(search, match, found, way.start, ideal),
     )
 
 
-def _cheapest(search: _Search, found: Intersection) -> tuple[int, bool, float]:
-    """(first computed position, whether its state is copied, seconds); ties go to more reuse."""
-    options, cost = search.options, search.options.cost
+def _off_device(entries: Entries, ids: np.ndarray) -> np.ndarray:
+    return ids[entries.state[Tier.DEVICE, ids] != TierState.PRESENT]
 
-    def tiles(start: int) -> float:
-        return cost.compute(start=start, tokens=search.tokens, tile=options.tile)
 
-    ways = [(tiles(0), 0, False)]
-    if found.snapshot:
-        moved = cost.move(Tier.DEVICE, options.snapshot_bytes)
-        ways.append((tiles(found.snapshot) + moved, -found.snapshot, True))
+def _shared(search: _Search, found: Intersection, way: _Way) -> int:
+    """Blocks that the state does not need are shared too, as far as they are on the device.
+
+    Not after a rebuilt state, which is exact from the end of its replay on.
+    """
+    if way.needed == found.shared or not (way.copied or way.start == 0):
+        return way.needed
+    blocks = search.match.entries[way.needed // search.block : found.shared // search.block]
+    present = search.directory.entries.state[Tier.DEVICE, blocks] == TierState.PRESENT
+    reach = way.needed + search.block * _leading(present)
+    positions = search.conditions.positions
+    return int(max(positions[positions <= reach], default=0))
+
+
+def _cheapest(search: _Search, found: Intersection) -> _Way:
+    """The least expected seconds; ties go to more reuse, then to what is rebuilt."""
+    options, cost, conditions = search.options, search.options.cost, search.conditions
+    positions = conditions.positions
+    whole = positions <= found.shared
+    load = search.load_seconds()
+
+    def tiles(starts: np.ndarray) -> np.ndarray:
+        return -(-(search.tokens - starts) // options.tile) * cost.tile_seconds
+
+    ways = [_Way(seconds=float(tiles(np.zeros(1, np.int64))[0]), start=0, needed=0, copied=False)]
+    copied = whole.copy()
+    for held in conditions.snapshots.values():
+        copied &= held
+    at = np.flatnonzero(copied)
+    if len(at):
+        seconds = load[at] + tiles(positions[at]) + _state_seconds(search, at)
+        best = at[_last_least(seconds)]
+        start = int(positions[best])
+        ways.append(_Way(seconds=float(seconds.min()), start=start, needed=start, copied=True))
     if options.replay:
-        start = replay_start(search.geometry, found.shared, options.tile)
-        ways.append((tiles(start), -start, False))
-    seconds, start, copied = min(ways)
-    return -start, copied, seconds
+        at = np.flatnonzero(whole)
+        starts = _replay_starts(search, positions[at])
+        seconds = load[at] + tiles(starts)
+        best = _last_least(seconds)
+        ways.append(
+            _Way(
+                seconds=float(seconds[best]),
+                start=int(starts[best]),
+                needed=int(positions[at[best]]),
+                copied=False,
+            )
+        )
+    return min(ways, key=lambda way: (way.seconds, -way.start, way.copied, -way.needed))
 
 
-def _needs(geometry: Geometry, copied: bool) -> Mapping[Kind, Action]:
+def _last_least(seconds: np.ndarray) -> int:
+    return int(np.flatnonzero(seconds == seconds.min())[-1])
+
+
+def _state_seconds(search: _Search, at: np.ndarray) -> np.ndarray:
+    """Seconds to read the snapshot at each of these positions, from where it is."""
+    cost, size = search.options.cost, search.options.snapshot_bytes
+    if not search.conditions.snapshots:
+        return np.full(len(at), cost.move(Tier.DEVICE, size))
+    tiers = fastest(search.directory.entries, search.snapshots[at])
+    seconds = np.full(len(at), cost.copy(Tier.DEVICE, size))
+    for tier in (Tier.HOST, Tier.DISK):
+        seconds += np.where(tiers == tier, cost.copy(tier, size), 0.0)
+    return seconds
+
+
+def _replay_starts(search: _Search, positions: np.ndarray) -> np.ndarray:
+    """``replay_start`` of each position; at tile boundaries a replay is as long everywhere."""
+    tile = search.options.tile
+    far = round_up(search.geometry.longest_replay_tokens, tile)
+    reach = search.geometry.replay_tokens(far)
+    return np.maximum(positions - reach, 0) // tile * tile
+
+
+def _needs(search: _Search, copied: bool, loads: np.ndarray) -> Mapping[Kind, Action]:
+    geometry, entries = search.geometry, search.directory.entries
     needs = dict.fromkeys(block_kinds(geometry), Action.READY)
     state = Action.COPY if copied else Action.REPLAY
-    return needs | dict.fromkeys(snapshot_kinds(geometry), state)
+    needs |= dict.fromkeys(snapshot_kinds(geometry), state)
+    forms = entries.form[loads]
+    if (forms == Form.BLOCK).any():
+        needs |= dict.fromkeys(block_kinds(geometry), Action.LOAD)
+    if (forms == Form.SNAPSHOT).any():
+        needs |= dict.fromkeys(snapshot_kinds(geometry), Action.LOAD)
+    if (fastest(entries, loads) == Tier.DISK).any():
+        needs[Kind.DISK_PREFIX] = Action.LOAD
+    return needs
 
 
 def _losses(
     search: _Search, match: Match, found: Intersection, start: int, ideal: int
 ) -> tuple[Loss, ...]:
     """From the ideal down: partial block, blocks not found, kinds missing, tile, state."""
-    whole_kind = min(search.whole, key=lambda kind: search.whole[kind], default=None)
-    whole = min(search.whole.values(), default=search.matched)
+    anywhere = search.whole_up_to(anywhere=True)
+    whole_kind = min(anywhere, key=lambda kind: anywhere[kind], default=None)
     cause, kind = _why_unmatched(match)
     steps = [
         Step(position=round_down(ideal, search.block), cause=Cause.ALIGNMENT),
         Step(position=search.matched, cause=cause, kind=kind),
-        Step(position=whole, cause=Cause.EVICTED, kind=whole_kind),
+        Step(
+            position=min(anywhere.values(), default=search.matched),
+            cause=Cause.EVICTED,
+            kind=whole_kind,
+        ),
+        # What is whole on another tier and not brought: too late, or not worth it.
+        Step(
+            position=min(search.whole.values(), default=search.matched), cause=Cause.LOAD_TOO_SLOW
+        ),
         Step(position=found.shared, cause=Cause.ALIGNMENT),
     ]
     cause, kind = _why_no_state(search, found)
-    return blame(ideal, (*steps, Step(position=start, cause=cause, kind=kind)))
+    reach = found.snapshot
+    if search.options.replay and found.shared:
+        reach = max(reach, int(_replay_starts(search, np.array([found.shared]))[0]))
+    steps.append(Step(position=max(reach, start), cause=cause, kind=kind))
+    return blame(ideal, (*steps, Step(position=start, cause=Cause.POLICY)))
 
 
 def _why_unmatched(match: Match) -> tuple[Cause, Kind | None]:
@@ -353,10 +496,17 @@ def _why_no_state(search: _Search, found: Intersection) -> tuple[Cause, Kind | N
     entry = search.snapshot(found.shared)
     if entry >= 0:
         entries = search.directory.entries
-        missing = [k for k in kinds if not holds(entries, np.array([entry]), k).all()]
+        ids = np.array([entry])
+        missing = [k for k in kinds if not holds(entries, ids, k, anywhere=True).all()]
+        if not missing:
+            return Cause.LOAD_TOO_SLOW, kinds[0]
         return Cause.EVICTED, missing[0]
-    if search.directory.lost_cause(search.digests[found.shared // search.block - 1]):
-        return Cause.EVICTED, kinds[0]
+    lost = search.directory.lost_cause(search.digests[found.shared // search.block - 1])
+    if lost == Cause.POLICY.value:
+        return Cause.POLICY, kinds[0]
+    if lost:
+        named = [kind for kind in Kind if lost.endswith(f":{kind.value}")]
+        return Cause.EVICTED, (*named, kinds[0])[0]
     return Cause.NO_SNAPSHOT, kinds[0]
 
 

@@ -34,6 +34,15 @@ class Leaf:
             raise ValueError(f"{len(self.axes)} axis names for shape {self.shape}")
 
 
+def placement() -> jax.sharding.Sharding:
+    """Of whatever an engine owns on one device: committed to the default one from the start.
+
+    What comes from other memories arrives committed; an executable that was compiled for arrays
+    without a commitment would be compiled once more for it.
+    """
+    return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+
 def _is_leaf(x: Any) -> bool:
     return isinstance(x, Leaf)
 

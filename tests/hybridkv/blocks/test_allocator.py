@@ -253,13 +253,27 @@ def test_only_whole_unpublished_blocks_are_attached(books):
         books.attach(books.whole().entries, snapshot.entries)
 
 
-def test_a_parent_that_left_the_device_takes_no_child():
+def test_a_parent_that_left_the_device_takes_a_child_while_it_is_whole_elsewhere():
     books = Books(host=(1, 0))
     (block,) = books.chain(1)
     books.copy(block, HOST)
     books.drain(ids(block), DEVICE)
-    with pytest.raises(EntryError, match="parent"):
-        books.attach(books.whole().entries, ids(block))
+    child = books.whole().entries
+    books.attach(child, ids(block))
+    assert books.entries.parent[child[0]] == block
+
+
+def test_who_keeps_the_bytes_hears_of_every_place_that_is_freed():
+    books, freed = Books(host=(2, 0)), []
+    books.on_freed.append(lambda tier, form, places: freed.append((tier, form, places.tolist())))
+    (block,) = books.chain(1)
+    books.copy(block, HOST)
+    place = int(books.entries.place[HOST, block])
+    books.evict(blocks=1, tier=HOST)
+    assert freed == [(HOST, Form.BLOCK, [place])]
+    assert books.entries.published[block]
+    books.evict(blocks=1)
+    assert freed[1][:2] == (DEVICE, Form.BLOCK)
 
 
 def test_a_block_carries_one_snapshot(books):

@@ -572,7 +572,7 @@ class Model(RuleBasedStateMachine):
         some = self.some(
             entry,
             count,
-            lambda t: t.form == Form.BLOCK and not t.published and t.whole(Tier.DEVICE),
+            lambda t: t.form == Form.BLOCK and not t.published and t.whole(),
             anything,
         )
         path = self.path(parent)
@@ -581,12 +581,12 @@ class Model(RuleBasedStateMachine):
         right = all(
             self.things[e].form == Form.BLOCK
             and not self.things[e].published
-            and self.things[e].whole(Tier.DEVICE)
+            and self.things[e].whole()
             for e in some
         )
         if first != NONE:
             above = self.things[first]
-            right &= above.published and above.form == Form.BLOCK and above.whole(Tier.DEVICE)
+            right &= above.published and above.form == Form.BLOCK and above.whole()
         if not right:
             with pytest.raises(EntryError):
                 self.allocator.attach(ids(some), ids(parents))
@@ -604,7 +604,7 @@ class Model(RuleBasedStateMachine):
         entry = self.alive(entry, lambda t: t.form == Form.SNAPSHOT and not t.published, anything)
         block = self.alive(block, lambda t: t.published and t.form == Form.BLOCK, anything)
         thing, under = self.things[entry], self.things[block]
-        right = thing.form == Form.SNAPSHOT and not thing.published and thing.whole(Tier.DEVICE)
+        right = thing.form == Form.SNAPSHOT and not thing.published and thing.whole()
         right = right and under.published
         right = right and under.form == Form.BLOCK and self.snapshot(block) == NONE
         if not right:
