@@ -1,0 +1,77 @@
+r"""Compaction: rows that are alive move from segments that are mostly dead to new ones.
+
+[a . . .]  [. b . .]  [c d e .]      dots are blocks that were removed
+ \__________/            stays: at least half of it is alive
+   [a b]                 new segment -> manifests that refer to it -> old ones deleted
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from jaxtyping import UInt32
+
+from hybridkv.tiers.manifest import SEGMENTS, Manifest
+from hybridkv.tiers.store_index import Index
+from hybridkv.tiers.store_records import BlockPlace, Damaged
+from hybridkv.tiers.store_writing import Writer
+
+
+def sparse(index: Index) -> list[str]:
+    """Segments of which less than half is alive, in the order of their tokens."""
+
+    def place(segment: str) -> tuple[bytes, int, str]:
+        owner, number = index.blocks[min(index.rows[segment].items())[1]]
+        extension = index.manifests[owner].extension
+        return extension.root, extension.first + number, segment
+
+    found = [
+        segment
+        for segment, rows in index.rows.items()
+        if 2 * len(rows) < index.folders[f"{SEGMENTS}/{segment}"].rows
+    ]
+    return sorted(found, key=place)
+
+
+def rewrite(
+    index: Index,
+    writer: Writer,
+    read: Callable[[str], UInt32[np.ndarray, "n block_words"]],
+    size: int,
+) -> list[tuple[Manifest, Manifest]]:
+    """Writes new segments for sparse ones; returns manifests as they are and as they become.
+
+    At most two segments are in memory. One that can't be read (``Damaged``) stays as it is.
+    """
+    moved: dict[bytes, BlockPlace] = {}
+    waiting: list[tuple[bytes, UInt32[np.ndarray, " block_words"]]] = []
+
+    def write(count: int) -> None:
+        places = writer.segments([row for _, row in waiting[:count]])
+        moved.update(zip((digest for digest, _ in waiting[:count]), places, strict=True))
+        del waiting[:count]
+
+    for segment in sparse(index):
+        try:
+            rows = read(segment)
+        except Damaged:
+            continue
+        waiting += [(digest, rows[row]) for row, digest in sorted(index.rows[segment].items())]
+        if len(waiting) >= size:
+            write(size)
+    if waiting:
+        write(len(waiting))
+    return [
+        (manifest, _with_places(manifest, moved, writer))
+        for manifest in index.ordered()
+        if any(manifest.extension.digest(i) in moved for i in range(manifest.extension.blocks))
+    ]
+
+
+def _with_places(manifest: Manifest, moved: dict[bytes, BlockPlace], writer: Writer) -> Manifest:
+    places = tuple(
+        moved.get(manifest.extension.digest(number), place)
+        for number, place in enumerate(manifest.places)
+    )
+    changed = manifest.changed(places=places, folders=writer.records)
+    assert changed is not None  # it keeps all of its blocks
+    return changed
