@@ -6,9 +6,8 @@ from hybridkv.engine.generate import Generator, default_options
 from hybridkv.engine.requests import Output, Request
 from hybridkv.engine.runner import Runner, RunnerOptions
 from hybridkv.engine.sampling import SamplingOptions
-from hybridkv.engine.steps import Steps
+from hybridkv.engine.saving import SavedPrefix, load_prefix, save_prefix
 from hybridkv.errors import UserError
-from hybridkv.formats import RowFormat
 from hybridkv.geometry import Geometry, LayerGeometry
 from hybridkv.kinds import Kind
 from hybridkv.prefixes.plan import Miss, Plan
@@ -32,14 +31,15 @@ __all__ = [
     "Output",
     "Plan",
     "Request",
-    "RowFormat",
     "Runner",
     "RunnerOptions",
     "SamplingOptions",
+    "SavedPrefix",
     "SnapshotPolicy",
     "StepOptions",
-    "Steps",
     "TileBatch",
     "UserError",
     "default_options",
+    "load_prefix",
+    "save_prefix",
 ]

@@ -24,6 +24,7 @@ from hybridkv.engine.runner import RunnerOptions
 from hybridkv.engine.sampling import Sampler, SamplingBatch, SamplingOptions
 from hybridkv.engine.steps import prompt_tiles
 from hybridkv.errors import UserError
+from hybridkv.state import leaf
 from hybridkv.state.batch import DecodeBatch, StepOptions
 from hybridkv.state.cache import Cache, assign_in_order
 from hybridkv.state.capacity import Capacity
@@ -143,9 +144,11 @@ class Bare:
 
     def __init__(self, runtime: DeepseekV4Runtime, capacity: Capacity) -> None:
         slots, vocab = capacity.slots, runtime.vocab_size
-        self.cache = assign_in_order(Cache.init(runtime.geometry, capacity))
+        self.cache = assign_in_order(Cache.init(runtime.geometry, capacity, leaf.placement()))
         self.sampler = Sampler(vocab_size=vocab, slots=slots)
-        self.state = self.sampler.warm_up(self.sampler.init_state(), slots)
+        self.state = self.sampler.warm_up(
+            self.sampler.init_state(leaf.placement()), slots, placement=leaf.placement()
+        )
         self.batch = DecodeBatch(
             tokens=jax.device_put(np.arange(slots, dtype=np.int32) % vocab),
             active=jax.device_put(np.ones(slots, bool)),

@@ -5,6 +5,7 @@
     python scripts/decode.py --prompts prompts.txt --scheme hybrid
     python scripts/decode.py --model smollm2 --file notes.txt --ask "Who?" --ask "When?"
     python scripts/decode.py --model smollm2 --conversation turns.txt
+    python scripts/decode.py --file data/scene.txt --store ~/prefixes    # twice: the second reuses
 
 One prompt is printed as it comes. Several (``--prompts``, a line each; ``--ask``, questions on the
 same ``--file``) run together. A conversation runs turn by turn, each prompt being all that was said
@@ -37,6 +38,9 @@ from hybridkv.errors import UserError
 from hybridkv.state.capacity import Capacity
 from models.text import Text
 
+COLUMNS = ["request", "prompt", "loaded", "reused", "replayed", "computed"]
+COLUMNS += ["first, ms", "new", "tokens/s"]
+
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
@@ -49,27 +53,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", type=pathlib.Path, help="file of prompts, text or .jsonl")
     parser.add_argument("--conversation", type=pathlib.Path, help="what a user says, a turn a line")
     parser.add_argument("--ask", action="append", help="a question on --file; may be repeated")
-    parser.add_argument(
-        "--model", choices=decode_models.MODELS, default="shakespeare", help="without --checkpoint"
-    )
-    parser.add_argument(
-        "--checkpoint",
-        type=pathlib.Path,
-        help="folder with config.json and safetensors or Orbax parameters, or a GGUF file",
-    )
+    decode_models.add_arguments(parser)
+    parser.add_argument("--store", type=pathlib.Path, help="folder of prefixes that outlive this")
+    parser.add_argument("--host-tokens", type=int, default=0, help="room in host memory")
     parser.add_argument(
         "--scheme",
         choices=decode_models.SCHEMES,
         default="hybrid",
         help="five kinds of state, uniform raw rows, or no reuse at all",
     )
-    parser.add_argument(
-        "--chat", action=argparse.BooleanOptionalAction, help="use the chat template"
-    )
     parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--context", type=int, default=4096, help="tokens of a sequence")
     parser.add_argument("--slots", type=int, help="requests that run at once")
-    parser.add_argument("--snapshots", type=int, default=64, help="stored sequence states")
     parser.add_argument("--samples", type=int, default=1, help="outputs of each prompt")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
     parser.add_argument("--top-k", type=int, default=0, help="0: all tokens")
@@ -79,10 +73,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stop", action="append", default=[], help="text that ends an output")
     parser.add_argument("--publish", choices=[x.value for x in Publish], default="canonical")
-    parser.add_argument("--tile", type=int, help="prompt tokens computed at once")
-    parser.add_argument(
-        "--cache-format", choices=sorted(decode_models.FORMATS), help="how rows are stored"
-    )
     parser.add_argument("--echo", action="store_true", help="print the prompt first")
     parser.add_argument("--stats-json", metavar="FILE", help="write the statistics here too")
     return parser.parse_args(argv)
@@ -105,8 +95,10 @@ def check_arguments(args: argparse.Namespace) -> None:
     for name in ("context", "samples", *(["slots"] if args.slots is not None else [])):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} must be at least 1, got {getattr(args, name)}")
-    if args.snapshots < 0:
-        raise UserError(f"--snapshots must be at least 0, got {args.snapshots}")
+    for name in ("snapshots", "host_tokens", "store_tokens"):
+        if getattr(args, name) < 0:
+            option = name.replace("_", "-")
+            raise UserError(f"--{option} must be at least 0, got {getattr(args, name)}")
 
 
 class Session:
@@ -165,7 +157,10 @@ class Session:
         # One sequence's room beyond what runs, for what is stored.
         capacity = dataclasses.replace(one, slots=slots, blocks=one.blocks * (slots + 1))
         sizes = RunnerOptions(
-            capacity=capacity, snapshots=args.snapshots, reuse=args.scheme != "off"
+            capacity=capacity,
+            snapshots=args.snapshots,
+            reuse=args.scheme != "off",
+            tiers=decode_models.tiers(args, self.runtime, args.store),
         )
         engine = EngineOptions(publish=Publish(args.publish))
         return Engine(self.runtime, options, sizes, engine, text=self.text)
@@ -251,11 +246,14 @@ def report(session: Session, rows: Sequence[tuple[str, Output]]) -> dict[str, An
     command_line.print_table(
         f"\n{command_line.device_name()}, scheme {session.args.scheme}, generated tokens published "
         f"{session.args.publish} (loading and compiling {session.start_seconds:.1f} s)",
-        ["request", "prompt", "reused", "replayed", "computed", "first, ms", "new", "tokens/s"],
+        COLUMNS,
         [
             (
                 row["title"],
-                *(row[key] for key in ("prompt_tokens", "reused", "replayed", "computed")),
+                *(
+                    row[key]
+                    for key in ("prompt_tokens", "loaded", "reused", "replayed", "computed")
+                ),
                 f"{row['time_to_first_token_s'] * 1e3:.0f}",
                 row["new_tokens"],
                 f"{row['decode_tokens_per_second']:.1f}",
@@ -288,6 +286,7 @@ def _fields(title: str, output: Output) -> dict[str, Any]:
     return {
         "title": title,
         "prompt_tokens": output.prompt_tokens,
+        "loaded": output.loaded,
         "reused": output.reused,
         "replayed": output.replayed,
         "computed": output.computed,
@@ -307,6 +306,8 @@ def main() -> int:
     command_line.use_compilation_cache()
     session = Session(args)
     rows = session.run()
+    if not session.engine.close():
+        print("not everything could be stored in time", file=sys.stderr)
     command_line.write_json(args.stats_json, report(session, rows))
     return 1 if any(output.finish is Finish.FAILED for _, output in rows) else 0
 

@@ -8,6 +8,7 @@ import command_line
 
 from hybridkv import formats
 from hybridkv.errors import UserError
+from hybridkv.tiers.options import TierOptions
 from models.deepseek_v4.checkpoint import load_model
 from models.deepseek_v4.runtime import DeepseekV4GenericRuntime, DeepseekV4Runtime
 from models.files import read_config
@@ -19,6 +20,41 @@ from models.text import Text, load_text
 FORMATS = {x.name: x for x in (formats.FLOAT32, formats.BFLOAT16)}
 MODELS = ("shakespeare", "smollm2")
 SCHEMES = ("hybrid", "generic", "off")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What says which model runs, and what a store of its prefixes depends on."""
+    parser.add_argument(
+        "--model", choices=MODELS, default="shakespeare", help="without --checkpoint"
+    )
+    parser.add_argument(
+        "--checkpoint",
+        type=pathlib.Path,
+        help="folder with config.json and safetensors or Orbax parameters, or a GGUF file",
+    )
+    parser.add_argument(
+        "--chat", action=argparse.BooleanOptionalAction, help="use the chat template"
+    )
+    parser.add_argument("--context", type=int, default=4096, help="tokens of a sequence")
+    parser.add_argument("--snapshots", type=int, default=64, help="stored sequence states")
+    parser.add_argument("--tile", type=int, help="prompt tokens computed at once")
+    parser.add_argument("--cache-format", choices=sorted(FORMATS), help="how rows are stored")
+    parser.add_argument("--store-tokens", type=int, default=1 << 20, help="room of the store")
+
+
+def tiers(args: argparse.Namespace, runtime: Any, store: pathlib.Path | None) -> TierOptions | None:
+    """Host memory and the store that the command line names; None for neither.
+
+    Raises:
+      UserError: a size below 0.
+    """
+    host = getattr(args, "host_tokens", 0)
+    if store is None and not host:
+        return None
+    disk = args.store_tokens if store is not None else 0
+    return TierOptions.for_tokens(
+        runtime.geometry, host=host, disk=disk, path=store, require_store=True
+    )
 
 
 def load(args: argparse.Namespace) -> tuple[Any, Text | None]:

@@ -104,8 +104,8 @@ class Traffic:
         return np.concatenate([earlier[: LONGEST - 80], some])
 
 
-def make_engine(runtime: Any, blocks: int, snapshots: int, *, debug: bool) -> Engine:
-    """An engine with strict guards that keeps digests of all logits."""
+def make_engine(runtime: Any, blocks: int, snapshots: int, *, debug: bool, **more: Any) -> Engine:
+    """An engine with strict guards that keeps digests of all logits; ``more`` of its runner."""
     options = StepOptions(
         tile=TILE,
         lanes=LANES,
@@ -116,7 +116,7 @@ def make_engine(runtime: Any, blocks: int, snapshots: int, *, debug: bool) -> En
     )
     each = cdiv(LONGEST, runtime.geometry.block_tokens)
     capacity = Capacity(blocks=blocks, slots=SLOTS, blocks_per_sequence=each)
-    sizes = RunnerOptions(capacity=capacity, snapshots=snapshots, debug=debug)
+    sizes = RunnerOptions(capacity=capacity, snapshots=snapshots, debug=debug, **more)
     return Engine(runtime, options, sizes, EngineOptions(digests=True, strict=True))
 
 

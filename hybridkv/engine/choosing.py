@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from hybridkv.engine.sampling import Sampler, SamplingBatch, SamplingOptions, tokens_seen
+from hybridkv.state import leaf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,9 @@ class SlotSampler:
 
     def __init__(self, *, vocab_size: int, slots: int, lanes: int, logprobs: int) -> None:
         self._sampler = Sampler(vocab_size=vocab_size, slots=slots, logprobs=logprobs)
-        self._state = self._sampler.warm_up(self._sampler.init_state(), *{slots, lanes})
+        here = leaf.placement()  # as everything that a runner owns
+        state = self._sampler.init_state(here)
+        self._state = self._sampler.warm_up(state, *{slots, lanes}, placement=here)
         self._options: list[SamplingOptions] = [SamplingOptions()] * slots
         self._batches: dict[int, tuple[tuple[tuple[int, int], ...], SamplingBatch]] = {}
 

@@ -28,6 +28,7 @@ from hybridkv.engine.generate import check_prompt
 from hybridkv.engine.generated import GeneratedUse, Publish
 from hybridkv.engine.guard import CompileGuard, warming_up
 from hybridkv.engine.handle import Handle
+from hybridkv.engine.handoff import hand_off, resumption
 from hybridkv.engine.idle import IdleCounters, IdlePublisher
 from hybridkv.engine.parking import ParkedBytesLost, park, parked_bytes, unpark
 from hybridkv.engine.probe import Probe, probe
@@ -41,7 +42,12 @@ from hybridkv.engine.stops import StopMatcher
 from hybridkv.engine.task import Task, Text
 from hybridkv.errors import UserError
 from hybridkv.prefixes.identity import Identity
+from hybridkv.prefixes.plan import has_loads
 from hybridkv.state.batch import StepOptions
+from hybridkv.tiers.handoff_record import HandOff
+
+MOST_RESTORES = 3
+"""Times that one request may have its prefix brought."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,7 +117,7 @@ class Engine:
             )
             if options.probe:
                 self.probe, self.runner.cache = probe(self.runner.steps, self.runner.cache)
-        self._text, self._restores = text, restores
+        self._text, self._restores = text, restores or self.runner.mover
         self._clock, self._sleep = clock, sleep
         self._tasks: dict[int, Task] = {}
         self._next, self._version, self._parked_bytes = 0, 0, 0
@@ -158,7 +164,14 @@ class Engine:
         self._next += request.samples
         self._tasks |= {task.id: task for task in tasks}
         self.counters.submitted += len(tasks)
+        self._look_ahead(tasks[0])
         return Handle(tuple(tasks), driver=driver or self.step, cancel=self.cancel)
+
+    def _look_ahead(self, task: Task) -> None:
+        try:
+            self.runner.prefetch(task.chain, namespace=task.request.namespace)
+        except Exception as error:  # as for every restore
+            self.counters.note_failed_restore(error)
 
     def run(
         self, requests: Iterable[Request], *, progress: Callable[[Output], None] | None = None
@@ -196,6 +209,44 @@ class Engine:
             self._end(task, Finish.CANCELLED)
         return bool(running)
 
+    def hand_off(self, handle: Handle, *, sample: int = 0) -> HandOff:
+        """Ends a request that decodes here, so that another engine goes on; see ``handoff``.
+
+        Raises:
+          HandOffRefused: it has no token yet or has ended. It goes on as it was.
+        """
+        task = handle.tasks[sample]
+        handoff = hand_off(self.runner, task)
+        self._end(task, Finish.HANDED_OFF)
+        return handoff
+
+    def take_over(
+        self, handoff: HandOff, request: Request, *, driver: Callable[[], bool] | None = None
+    ) -> Handle:
+        """Goes on with a request that another engine handed off, with the bits of an unbroken one.
+
+        Args:
+          handoff: of an engine of the same identity.
+          request: what was asked of its sender; ``Request(prompt=handoff.prompt, ...)``. The seed
+            is that of the sample.
+          driver: as in ``submit``.
+
+        Returns:
+          A handle whose output begins with the ``taken_over`` tokens that the sender chose, without
+          their log-probabilities.
+
+        Raises:
+          HandOffRefused: it is not whole, or not for this engine or request. Nothing was taken.
+          UserError: as ``submit``.
+        """
+        prompt = self._prompt(request)
+        resumed = resumption(self.runner, handoff, request, prompt, self._text)
+        handle = self.submit(request, driver=driver)
+        resumed.give(handle.tasks[0])
+        handle.tasks[0].stage = Stage.PARKED
+        self._parked_bytes += resumed.parked.nbytes
+        return handle
+
     @property
     def waiting(self) -> int:
         """Outputs that are not complete."""
@@ -232,11 +283,25 @@ class Engine:
         self.runner.reset()
         self._idle = IdlePublisher(self.runner)
 
+    def close(self, *, timeout_s: float = 30.0) -> bool:
+        """Ends the engine: cancels what runs, and ends idle work and storing within a time.
+
+        Returns whether all that was published is stored.
+        """
+        for task in list(self._tasks.values()):
+            self._end(task, Finish.CANCELLED)
+        end = time.monotonic() + timeout_s
+        while self._idle.pending and time.monotonic() < end and self._idle.step():
+            self._turn_tiers()
+        self._idle.clear()
+        return self.runner.close(timeout_s=max(end - time.monotonic(), 0.0))
+
     # One turn.
 
     def step(self) -> bool:
         """One turn; False where there was nothing to compute."""
         now = self._clock()
+        self._turn_tiers()
         self._settle(now)
         lanes, tile = self._lanes, self.runner.options.tile
         work = select(self._jobs(), now, self.options.scheduler, lanes=lanes, tile=tile)
@@ -250,6 +315,12 @@ class Engine:
         self.counters.turns += busy
         self.counters.compilations += self._guard.check()
         return busy
+
+    def _turn_tiers(self) -> None:
+        try:
+            self.runner.turn()
+        except Exception as error:  # whatever a tier does, prompts can be computed
+            self.counters.note_failed_restore(error)
 
     @property
     def _lanes(self) -> int:
@@ -333,18 +404,25 @@ class Engine:
 
     def _start(self, task: Task) -> None:
         runner, request = self.runner, task.request
-        if (self._restores is None or task.restored) and not runner.free_slots:
+        restores = None if task.restored else self._restores
+        if not runner.free_slots and (restores is None or not self._would_load(task)):
             raise NoSlot("all slots are taken")  # before anything is evicted for it
-        hold = runner.hold(task.chain, tokens=task.room, namespace=request.namespace)
-        task.hold = hold
-        if self._restores is not None and not task.restored:
-            task.restored = True
-            task.ticket = self._begin_restore(self._restores, hold)
+        ours = restores is not None and restores is runner.mover
+        hold = runner.hold(task.chain, tokens=task.room, namespace=request.namespace, loads=ours)
+        if restores is not None:
+            task.hold, task.ticket = hold, self._begin_restore(restores, hold)
             if task.ticket is not None:
+                task.restores += 1
                 task.stage = Stage.RESTORING
                 task.restore_by = self._clock() + self.options.restore_s
                 self.counters.restores += 1
                 return
+            task.restored, task.hold = not ours or has_loads(hold.plan), None
+            if task.restored and ours:
+                runner.drop(hold)
+                self._start(task)
+                return
+        task.hold = hold
         try:
             sequence = runner.seat(hold, policy=request.policy)
         except NoSlot:
@@ -357,6 +435,13 @@ class Engine:
             task.output.plan = sequence.plan
             self.counters.reused_tokens += task.output.reused
             self.counters.replayed_tokens += task.output.replayed
+
+    def _would_load(self, task: Task) -> bool:
+        """Whether a request without a slot has something to wait for meanwhile."""
+        if self._restores is not self.runner.mover:
+            return True
+        plan = self.runner.plan(task.chain, namespace=task.request.namespace, loads=True)
+        return has_loads(plan)
 
     def _begin_restore(self, restores: Restores, hold: Hold) -> RestoreTicket | None:
         try:
@@ -385,11 +470,17 @@ class Engine:
         for task in list(self._tasks.values()):
             if task.stage is not Stage.RESTORING or task.ticket is None:
                 continue
-            if self._restore_state(task.ticket) is not RestoreState.PENDING:
-                self._stop_restoring(task)
+            state = self._restore_state(task.ticket)
+            if state is not RestoreState.PENDING:
+                # What is pushed out again before there is a slot may be brought once more.
+                ours = self._restores is self.runner.mover and state is RestoreState.READY
+                if ours and task.hold is not None:
+                    task.output.loaded += self.runner.loaded_tokens(task.hold.plan)
+                self._stop_restoring(task, again=ours and task.restores < MOST_RESTORES)
 
-    def _stop_restoring(self, task: Task) -> None:
+    def _stop_restoring(self, task: Task, *, again: bool = False) -> None:
         """Back to the queue with what there is now. Nothing runs between this and its admission."""
+        task.restored = not again
         assert task.hold is not None
         if task.ticket is not None:
             task.ticket.cancel()
@@ -525,7 +616,7 @@ class Engine:
         task.hold = task.ticket = task.sequence = task.parked = task.leader = None
         output = task.output
         output.finish, output.reason = finish, reason
-        if finish not in (Finish.STOP, Finish.FAILED):
+        if finish not in (Finish.STOP, Finish.FAILED, Finish.HANDED_OFF):
             output.last_text = last_text(task)
         if task.digest is not None:
             output.logits_digest = task.digest.hexdigest()

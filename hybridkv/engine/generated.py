@@ -66,6 +66,12 @@ class GeneratedBlocks:
         """Whether all of these, blocks or snapshots, are those of a cold run."""
         return not self._inexact or self._inexact.isdisjoint(entries.tolist())
 
+    def exact_each(self, entries: np.ndarray) -> np.ndarray:
+        """Whether each of these is that of a cold run: bool ``[n]``."""
+        if not self._inexact:
+            return np.ones(len(entries), bool)
+        return ~np.isin(entries, list(self._inexact))
+
     def _evicted(self, entries: np.ndarray, tier: Tier, cause: str) -> None:
         del tier, cause
         if not self._unused and not self._inexact:

@@ -25,7 +25,8 @@ from hybridkv.errors import UserError
 from hybridkv.prefixes.hashing import TokenChain
 from hybridkv.prefixes.plan import Miss, Plan
 from hybridkv.state.sequence import SequenceState
-from hybridkv.state.transfer import MovedBlocks
+
+Moves = tuple[tuple[np.ndarray, ...], ...]
 
 
 class ParkedBytesLost(RuntimeError):  # noqa: N818 - reads as what happened
@@ -48,8 +49,8 @@ class Parked:
     entries: np.ndarray
     """int32: its blocks when it was parked, in order."""
     generations: np.ndarray
-    moves: tuple[MovedBlocks, ...]
-    """Host arrays of ``MOVED_BLOCKS`` blocks each: those with tokens, in order."""
+    moves: Moves
+    """Words of ``MOVED_BLOCKS`` blocks each: those with tokens, in order."""
     state: SequenceState
     digest: bytes
 
@@ -76,11 +77,7 @@ def park(runner: Runner, sequence: Sequence) -> Parked:
         raise UserError("a sequence is parked while it decodes: finish it and start it again")
     runner.publish(sequence)
     entries = np.concatenate([sequence.shared.entries, sequence.own.entries])
-    places = runner.allocator.entries.place[Tier.DEVICE, entries]
-    used = places[: cdiv(sequence.computed, runner.model.geometry.block_tokens)]
-    copies = [runner.steps.read_blocks(runner.cache, part) for part in _parts(runner, used)]
-    state = runner.steps.read_state(runner.cache, sequence.slot)
-    moves, state = jax.device_get((tuple(copies), state))
+    moves, state = copy_out(runner, sequence)
     parked = Parked(
         chain=sequence.chain,
         namespace=sequence.namespace,
@@ -94,10 +91,28 @@ def park(runner: Runner, sequence: Sequence) -> Parked:
         generations=runner.allocator.entries.generation[entries],
         moves=moves,
         state=state,
-        digest=_digest(moves, state),
+        digest=digest_of(moves, state),
     )
     runner.release(sequence)
     return parked
+
+
+def copy_out(runner: Runner, sequence: Sequence) -> tuple[Moves, SequenceState]:
+    """The blocks with tokens and the state of a sequence, on the host; it goes on as it was.
+
+    A lease of its own keeps the blocks until they are copied, whatever ends the sequence meanwhile.
+    """
+    entries = np.concatenate([sequence.shared.entries, sequence.own.entries])
+    used = entries[: cdiv(sequence.computed, runner.model.geometry.block_tokens)]
+    fence = runner.allocator.lease(used)
+    try:
+        state = runner.steps.read_state(runner.cache, sequence.slot)
+        places = runner.allocator.entries.place[Tier.DEVICE, used]
+        copies = [runner.steps.read_blocks(runner.cache, part) for part in _parts(runner, places)]
+        moves, state = jax.device_get((tuple(copies), state))
+    finally:
+        runner.allocator.release(fence)
+    return moves, state
 
 
 def unpark(runner: Runner, parked: Parked) -> Sequence:
@@ -110,8 +125,7 @@ def unpark(runner: Runner, parked: Parked) -> Sequence:
     """
     if not runner.free_slots:
         raise NoSlot("all slots are taken")
-    if _digest(parked.moves, parked.state) != parked.digest:
-        raise ParkedBytesLost(f"{parked.computed} parked tokens do not have their digest")
+    require_undamaged(parked)
     allocator = runner.allocator
     still = _still_published(runner, parked)
     shared = allocator.lease(parked.entries[:still], parked.generations[:still])
@@ -139,6 +153,12 @@ def unpark(runner: Runner, parked: Parked) -> Sequence:
     )
     _write(runner, parked, sequence)
     return sequence
+
+
+def require_undamaged(parked: Parked) -> None:
+    """Raises ParkedBytesLost where the digest does not fit."""
+    if digest_of(parked.moves, parked.state) != parked.digest:
+        raise ParkedBytesLost(f"{parked.computed} parked tokens do not have their digest")
 
 
 def _still_published(runner: Runner, parked: Parked) -> int:
@@ -177,7 +197,8 @@ def _parts(runner: Runner, places: np.ndarray) -> list[np.ndarray]:
     return list(padded.reshape(-1, MOVED_BLOCKS))
 
 
-def _digest(moves: tuple[MovedBlocks, ...], state: SequenceState) -> bytes:
+def digest_of(moves: Moves, state: SequenceState) -> bytes:
+    """Of the bytes that are put away."""
     total = hashlib.blake2b(digest_size=32)
     for array in jax.tree.leaves((moves, state)):
         total.update(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)

@@ -20,11 +20,10 @@ import jax
 import numpy as np
 
 from hybridkv.arithmetic import cdiv
-from hybridkv.engine.steps import MOVED_BLOCKS, LaneTile, Steps, tile_batch, to_device
+from hybridkv.engine.steps import MOVED_BLOCKS, BlockWords, LaneTile, Steps, tile_batch, to_device
 from hybridkv.state.batch import DecodeBatch
 from hybridkv.state.cache import Cache
 from hybridkv.state.sequence import SequenceState
-from hybridkv.state.transfer import MovedBlocks
 
 Bits = Mapping[str, np.ndarray]
 """What a scene gave for its subject, by name."""
@@ -172,7 +171,7 @@ class _Stage:
         # By way of the host: what steps return may be placed otherwise than what they take.
         self._state: SequenceState = to_device(jax.device_get(steps.read_state(cache, 0)))
         nowhere = np.full(MOVED_BLOCKS, self._blocks, np.int32)
-        self._rows: MovedBlocks = to_device(jax.device_get(steps.read_blocks(cache, nowhere)))
+        self._rows: BlockWords = to_device(jax.device_get(steps.read_blocks(cache, nowhere)))
 
     def play(self, scene: _Scene) -> Bits:
         """The subject's bits."""
@@ -242,7 +241,7 @@ def _moves(places: np.ndarray) -> Iterator[np.ndarray]:
         yield np.pad(part, (0, MOVED_BLOCKS - len(part)), mode="edge")
 
 
-def _bytes(tree: SequenceState | MovedBlocks) -> np.ndarray:
+def _bytes(tree: SequenceState | BlockWords) -> np.ndarray:
     """All bytes of a tree of device arrays."""
     leaves = jax.tree.leaves(jax.device_get(tree))
     parts = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in leaves]

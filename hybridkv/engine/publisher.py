@@ -9,6 +9,7 @@ from hybridkv.engine.generated import GeneratedBlocks
 from hybridkv.engine.sequence import Sequence
 from hybridkv.geometry import Geometry
 from hybridkv.prefixes.directory import Directory
+from hybridkv.prefixes.losses import Cause
 from hybridkv.prefixes.needs import block_kinds, snapshot_kinds
 
 
@@ -26,7 +27,7 @@ class Publisher:
         self._block_kinds = kind_bits(block_kinds(geometry))
         self._snapshot_kinds = kind_bits(snapshot_kinds(geometry))
 
-    def prompt(self, sequence: Sequence) -> None:
+    def prompt(self, sequence: Sequence, *, tile: int) -> None:
         """Every complete block of the prompt so far."""
         computed = min(sequence.computed, sequence.prompt_tokens)
         whole, new = self._blocks(sequence, computed)
@@ -36,6 +37,8 @@ class Publisher:
             new[: self._own_before(sequence, sequence.generated_from)] = False
             self.generated.published(whole[new])
         self._snapshots(sequence)
+        if sequence.policy.thin and not sequence.tokens_left:
+            self._thin(sequence, tile)
 
     def as_decoded(self, sequence: Sequence) -> None:
         """Complete blocks of generated tokens too, marked as not those of a cold run."""
@@ -47,6 +50,25 @@ class Publisher:
         self.generated.mark_inexact(whole[new])
         self.generated.published(whole[new])
         self._snapshots(sequence)
+
+    def _thin(self, sequence: Sequence, tile: int) -> None:
+        """Withdraws snapshots that the sequence's policy can spare, now that it is computed.
+
+        Those at which another prompt goes on differently stay, and so do leased ones.
+        """
+        columns = self._allocator.entries
+        run = self._directory.find(sequence.chain).entries
+        snapshots = self._directory.snapshot_at(run)
+        spare = (snapshots >= 0) & (columns.children[run] < 2)
+        spare &= columns.leases[np.maximum(snapshots, 0)] == 0
+        snapshots = snapshots[spare]
+        positions = columns.position[snapshots].tolist()
+        gone = set(
+            sequence.policy.superseded(positions, tokens=sequence.prompt_tokens, tile=tile)
+        ) - set(sequence.forks)
+        going = np.isin(positions, list(gone))
+        if going.any():
+            self._directory.withdraw(snapshots[going], Cause.POLICY.value)
 
     def _own_before(self, sequence: Sequence, position: int) -> int:
         """Own blocks that end at or before a position."""

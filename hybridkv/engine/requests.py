@@ -70,6 +70,8 @@ class Finish(enum.Enum):
     """A stop token or a stop string."""
     CANCELLED = "cancelled"
     TIMED_OUT = "timed out"
+    HANDED_OFF = "handed off"
+    """Another engine goes on with it; see ``Engine.hand_off``."""
     FAILED = "failed"
     """See ``Output.reason``."""
 
@@ -102,11 +104,15 @@ class Output:
     """How it began."""
     computed: int = 0
     """Prompt tokens that went through tile steps, replayed ones and repeated attempts included."""
+    loaded: int = 0
+    """Prompt tokens whose blocks were brought from other tiers for it."""
     exact: bool = True
     """Whether its logits are bit for bit those of a cold run."""
     preemptions: int = 0
     publish: Publish = Publish.CANONICAL
     """What becomes of its generated tokens."""
+    taken_over: int = 0
+    """Leading tokens that another engine chose before it handed the request off."""
     queued_s: float = 0.0
     """From submission to its seat."""
     first_token_s: float = 0.0
@@ -140,7 +146,8 @@ class Output:
     def decode_tokens_per_second(self) -> float:
         """New tokens after the first, over the time they took; 0 where there are none."""
         seconds = self.last_token_s - self.first_token_s
-        return (len(self.pieces) - 1) / seconds if len(self.pieces) > 1 and seconds > 0 else 0.0
+        new = len(self.pieces) - max(self.taken_over, 1)
+        return new / seconds if new > 0 and seconds > 0 else 0.0
 
 
 def prompt_ids(prompt: Any) -> np.ndarray:

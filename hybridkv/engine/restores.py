@@ -7,30 +7,12 @@ While a ticket is pending its request keeps its room and has no slot, so the bat
 was loaded is published like everything else; the plan that follows finds it, or finds less.
 """
 
-import enum
 from typing import Protocol
 
 from hybridkv.engine.sequence import Hold
+from hybridkv.tiers.tickets import RestoreState, RestoreTicket
 
-
-class RestoreState(enum.Enum):
-    """How far a restore is."""
-
-    PENDING = "pending"
-    READY = "ready"
-    FAILED = "failed"
-
-
-class RestoreTicket(Protocol):
-    """One restore on its way."""
-
-    def state(self) -> RestoreState:
-        """Where it stands now; called once a turn, and must not block."""
-        ...
-
-    def cancel(self) -> None:
-        """Ends it: once this returns, nothing of it writes to the cache any more."""
-        ...
+__all__ = ["RestoreState", "RestoreTicket", "Restores"]
 
 
 class Restores(Protocol):

@@ -23,6 +23,7 @@ from hybridkv.blocks.eviction import EvictionPolicy
 from hybridkv.blocks.leases import LeaseError, Receipt
 from hybridkv.blocks.pools import NeverFits, NoRoom, PoolSizes
 from hybridkv.engine import calibration
+from hybridkv.engine.cache_side import CacheSide
 from hybridkv.engine.generate import check_prompt
 from hybridkv.engine.numerics import numerics_id
 from hybridkv.engine.protocol import StepModel
@@ -39,10 +40,14 @@ from hybridkv.prefixes.ledger import Ledger
 from hybridkv.prefixes.needs import block_kinds, snapshot_kinds
 from hybridkv.prefixes.plan import Miss, Plan, PlanOptions, plan_prefix, reuse_is_off
 from hybridkv.prefixes.policy import DEFAULT, SnapshotPolicy
+from hybridkv.state import leaf
 from hybridkv.state.batch import DecodeBatch, StepOptions
 from hybridkv.state.cache import Cache
 from hybridkv.state.capacity import Capacity
 from hybridkv.state.snapshot import Snapshots, snapshot_bytes
+from hybridkv.tiers.mover import Mover
+from hybridkv.tiers.options import TierOptions
+from hybridkv.tiers.tickets import RestoreState
 
 NO_ENTRIES = np.empty(0, np.int32)
 
@@ -65,6 +70,10 @@ class RunnerOptions:
     ledger: bool = True
     """Keep every token ever computed, at 4 bytes each, so that plans know the ideal hit and blame
     what is lost."""
+    tiers: TierOptions | None = None
+    """Host memory and disk beside the device; None keeps everything on the device. Where ``cost``
+    is left at its default it is then measured, so that nothing is loaded that is cheaper to
+    compute."""
     debug: bool = False
     """Walk all bookkeeping after every event."""
 
@@ -105,20 +114,34 @@ class Runner:
             replay=sizes.replay,
         )
         self._clock = clock
-        self.reset()
-        cache = self.steps.warm_up(Cache.init(geometry, capacity))
-        snapshots = Snapshots.init(geometry, max(sizes.snapshots, 1))
+        self.mover: Mover | None = None
+        here = leaf.placement()
+        cache = self.steps.warm_up(Cache.init(geometry, capacity, here))
+        snapshots = Snapshots.init(geometry, max(sizes.snapshots, 1), here)
         cache, self.snapshots = self.steps.warm_up_snapshots(cache, snapshots)
         self.cache = self.steps.warm_up_moves(cache)
+        if sizes.tiers is not None and sizes.cost is BY_TILES:
+            cost = self.measure_cost(repeats=3)
+            self.plan_options = dataclasses.replace(self.plan_options, cost=cost)
+        self.reset()
+        if sizes.tiers is not None:
+            self.mover = Mover(CacheSide(self), sizes.tiers, self.identity, clock=clock)
 
     def reset(self) -> None:
-        """Forgets every prefix and sequence; compiles nothing and clears no bytes."""
+        """Forgets every prefix and sequence; compiles nothing and clears no bytes.
+
+        What a store has stays, and is found again.
+        """
         geometry, sizes = self.model.geometry, self.sizes
-        pool = PoolSizes(blocks=sizes.capacity.blocks, snapshots=sizes.snapshots)
+        if self.mover is not None:
+            self.mover.drop()
+        pools = {Tier.DEVICE: PoolSizes(blocks=sizes.capacity.blocks, snapshots=sizes.snapshots)}
+        if sizes.tiers is not None:
+            pools |= {Tier.HOST: sizes.tiers.host, Tier.DISK: sizes.tiers.disk}
         self.allocator = Allocator(
-            {Tier.DEVICE: pool},
+            pools,
             policy=sizes.eviction
-            or calibration.seconds_per_byte(geometry, self.options.tile, sizes.cost),
+            or calibration.eviction(geometry, self.options.tile, self.plan_options.cost),
             clock=self._clock,
             debug=sizes.debug,
         )
@@ -132,6 +155,8 @@ class Runner:
         self.ledger = Ledger() if sizes.ledger else None
         self._free = list(range(sizes.capacity.slots))[::-1]
         self._running: dict[int, Sequence] = {}
+        if self.mover is not None:
+            self.mover.bind()
 
     @property
     def capacity_tokens(self) -> int:
@@ -151,8 +176,13 @@ class Runner:
         chain.extend(prompt)
         return chain
 
-    def plan(self, chain: TokenChain, *, namespace: str = "") -> Plan | Miss:
+    def plan(self, chain: TokenChain, *, namespace: str = "", loads: bool = False) -> Plan | Miss:
         """What would be reused now. Changes nothing.
+
+        Args:
+          chain: the prompt.
+          namespace: of the chain.
+          loads: count what other tiers have; the plan then names what has to be brought first.
 
         Raises:
           UserError: the chain is of another namespace.
@@ -166,8 +196,19 @@ class Runner:
             ideal = min(self.ledger.longest(namespace, chain.tokens), chain.length - 1)
         if not self.sizes.reuse:
             return reuse_is_off(chain.length, self.plan_options, ideal)
-        return plan_prefix(
-            self.directory, chain, self.model.geometry, self.plan_options, ideal=ideal
+        options = self._loading_options() if loads and self.mover is not None else self.plan_options
+        return plan_prefix(self.directory, chain, self.model.geometry, options, ideal=ideal)
+
+    def _loading_options(self) -> PlanOptions:
+        """With what loads were seen to cost."""
+        assert self.mover is not None
+        cost = self.plan_options.cost
+        rates = {**cost.bytes_per_second, **self.mover.bytes_per_second}
+        return dataclasses.replace(
+            self.plan_options,
+            loads=True,
+            load_snapshots=self.sizes.snapshots > 0,
+            cost=dataclasses.replace(cost, bytes_per_second=rates),
         )
 
     def require_fits(self, tokens: int) -> int:
@@ -181,21 +222,26 @@ class Runner:
             raise NeverFits(tier=Tier.DEVICE, form=Form.BLOCK, needed=total, capacity=capacity)
         return total
 
-    def hold(self, chain: TokenChain, *, tokens: int, namespace: str = "") -> Hold:
+    def hold(
+        self, chain: TokenChain, *, tokens: int, namespace: str = "", loads: bool = False
+    ) -> Hold:
         """Plans a prompt, leases what is shared and reserves the rest, or nothing.
 
         Args:
           chain: the prompt.
           tokens: room that it needs, new tokens included.
           namespace: of the chain.
+          loads: as in ``plan``; room for what has to be brought is reserved with the rest.
 
         Raises:
           NoRoom: too little room now; nothing is held.
           NeverFits: the pool is too small for it.
         """
         total = self.require_fits(tokens)
-        plan, allocator = self.plan(chain, namespace=namespace), self.allocator
+        plan, allocator = self.plan(chain, namespace=namespace, loads=loads), self.allocator
         shared = snapshot = None
+        forms = allocator.entries.form[plan.loads if isinstance(plan, Plan) else NO_ENTRIES]
+        brought = int((forms == Form.BLOCK).sum())
         try:
             if isinstance(plan, Plan):
                 shared = allocator.lease(plan.entries, plan.generations)
@@ -203,7 +249,7 @@ class Runner:
             else:
                 shared = allocator.lease(NO_ENTRIES)
             blocks = total - len(shared.entries)
-            reservation = allocator.reserve(blocks=blocks)
+            reservation = allocator.reserve(blocks=blocks + brought, snapshots=len(forms) - brought)
         except (LeaseError, NoRoom, UserError):
             for receipt in (shared, snapshot):
                 if receipt is not None:
@@ -247,6 +293,7 @@ class Runner:
         """
         if not self._free:
             raise NoSlot(f"all {self.sizes.capacity.slots} slots are taken")
+        assert isinstance(hold.plan, Miss) or not len(hold.plan.loads), "not brought yet"
         allocator = self.allocator
         generated, read = self.publisher.generated, [hold.shared.entries]
         if hold.snapshot is not None:
@@ -266,9 +313,10 @@ class Runner:
             computed=hold.plan.start if isinstance(hold.plan, Plan) else 0,
             exact=generated.exact(np.concatenate(read)),
             generated_from=generated_from,
+            policy=policy or self.sizes.policy,
         )
         if self._writes_snapshots:
-            sequence.snapshots_at = (policy or self.sizes.policy).positions(
+            sequence.snapshots_at = sequence.policy.positions(
                 tokens=sequence.prompt_tokens,
                 start=sequence.start,
                 exact_from=sequence.exact_from,
@@ -326,6 +374,8 @@ class Runner:
           UserError: the prompt is not one this model takes, or can never fit.
           NoSlot: no slot is free.
           NoRoom: too little room now: finish a sequence and try again. Nothing is held.
+
+        Where there are tiers this waits for what they have; an engine does not.
         """
         prompt = check_prompt(
             self.model,
@@ -341,8 +391,46 @@ class Runner:
                 f"the chain's {chain.length} tokens are not the prompt's {len(prompt)}: extend the "
                 "chain by the new tokens first"
             )
-        hold = self.hold(chain, tokens=len(prompt) + max_new_tokens, namespace=namespace)
+        tokens = len(prompt) + max_new_tokens
+        if self.mover is not None:
+            self._bring(chain, tokens, namespace)
+        hold = self.hold(chain, tokens=tokens, namespace=namespace)
         return self.seat(hold, policy=policy)
+
+    def _bring(self, chain: TokenChain, tokens: int, namespace: str) -> None:
+        """Waits until what a plan would load is on the device, or will not come."""
+        assert self.mover is not None
+        hold = self.hold(chain, tokens=tokens, namespace=namespace, loads=True)
+        ticket = self.mover.begin(hold)
+        try:
+            while ticket is not None and ticket.state() is RestoreState.PENDING:
+                if not self.mover.turn():
+                    time.sleep(1e-4)
+        finally:
+            if ticket is not None:
+                ticket.cancel()
+            self.drop(hold)
+
+    def loaded_tokens(self, plan: Plan | Miss) -> int:
+        """Tokens of the blocks that a plan has brought."""
+        loads = plan.loads if isinstance(plan, Plan) else NO_ENTRIES
+        blocks = int((self.allocator.entries.form[loads] == Form.BLOCK).sum())
+        return blocks * self.model.geometry.block_tokens
+
+    def turn(self) -> bool:
+        """Lets the tiers get on: once a turn of whoever runs sequences; whether anything moved."""
+        return self.mover is not None and self.mover.turn()
+
+    def prefetch(self, chain: TokenChain, *, namespace: str = "") -> None:
+        """Starts to read what a prompt that waits would load from disk."""
+        if self.mover is not None and self.mover.store is not None:
+            plan = self.plan(chain, namespace=namespace, loads=True)
+            if isinstance(plan, Plan):
+                self.mover.wanted(plan)
+
+    def close(self, *, timeout_s: float = 30.0) -> bool:
+        """Stores what waits to be stored, within a time; whether all was. Ends the tiers."""
+        return self.mover is None or self.mover.close(timeout_s=timeout_s)
 
     def _lease_snapshot(self, plan: Plan) -> Receipt | None:
         if plan.snapshot < 0:
@@ -500,7 +588,9 @@ class Runner:
     def publish(self, sequence: Sequence) -> None:
         """Publishes every complete block of the prompt so far, then the snapshots on them."""
         if self.sizes.reuse:
-            self.publisher.prompt(sequence)
+            self.publisher.prompt(sequence, tile=self.options.tile)
+            if self.mover is not None:
+                self.mover.published(sequence.chain)
         computed = min(sequence.computed, sequence.prompt_tokens)
         self._note(sequence.namespace, sequence.chain.tokens[:computed])
 

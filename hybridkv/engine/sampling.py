@@ -355,9 +355,9 @@ class Sampler:
         )
         self._seat = jax.jit(seat, donate_argnames="state")
 
-    def init_state(self) -> SamplerState:
-        """A state in which no slot has seen anything."""
-        return SamplerState.init(slots=self.slots, vocab_size=self.vocab_size)
+    def init_state(self, placement: Any | None = None) -> SamplerState:
+        """A state in which no slot has seen anything; ``placement`` as in ``leaf.init``."""
+        return SamplerState.init(placement, slots=self.slots, vocab_size=self.vocab_size)
 
     def sample(
         self,
@@ -391,14 +391,17 @@ class Sampler:
             raise ValueError(f"row is {row.dtype} {row.shape}, not bool ({self.vocab_size},)")
         return self._seat(state, jax.device_put(np.int32(slot)), jax.device_put(row))
 
-    def warm_up(self, state: SamplerState, *rows: int) -> SamplerState:
+    def warm_up(
+        self, state: SamplerState, *rows: int, placement: Any | None = None
+    ) -> SamplerState:
         """Compiles sampling from each number of rows, and ``seat``. DONATES state.
 
-        The state that comes back is as it was.
+        The state that comes back is as it was. ``placement`` is that of the logits to come; None
+        where they are committed to no device.
         """
         for count in rows:
             nothing = SamplingBatch.of([None] * count)
-            logits = jax.device_put(np.zeros((count, self.vocab_size), np.float32))
+            logits = jax.device_put(np.zeros((count, self.vocab_size), np.float32), placement)
             positions = jax.device_put(np.zeros(count, np.int32))
             _, state = self.sample(logits, positions, nothing, state)
         return self.seat(state, self.slots, np.zeros(self.vocab_size, bool))

@@ -6,6 +6,7 @@ from hybridkv.blocks.leases import Receipt
 from hybridkv.blocks.pools import Reservation
 from hybridkv.prefixes.hashing import TokenChain
 from hybridkv.prefixes.plan import Miss, Plan
+from hybridkv.prefixes.policy import DEFAULT, SnapshotPolicy
 
 
 class NoSlot(RuntimeError):  # noqa: N818 - a condition to wait out, not a fault
@@ -43,6 +44,8 @@ class Sequence:
     own: Receipt
     computed: int
     """Tokens in the cache."""
+    policy: SnapshotPolicy = DEFAULT
+    """Where its prompt writes snapshots, and which of them go again."""
     snapshots_at: tuple[int, ...] = ()
     generated: list[int] = dataclasses.field(default_factory=list)
     stored: list[tuple[int, Receipt]] = dataclasses.field(default_factory=list)

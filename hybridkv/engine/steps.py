@@ -4,8 +4,10 @@
     params, batch, cache --decode--> logits, cache'
     cache, snapshots, slot, table, length, place --admit--> cache'
     snapshots, cache, slot, place --write_snapshot--> snapshots'    (snapshots are DONATED)
-    cache, places --read_blocks--> blocks
-    cache, blocks, places --write_blocks--> cache'
+    cache, places --read_blocks--> words of each block
+    cache, words, places --write_blocks--> cache'
+    snapshots, place --read_snapshot--> words
+    snapshots, words, place --store_snapshot--> snapshots'
     cache, slot --read_state--> state
     cache, state, slot, table, length --write_state--> cache'
 
@@ -22,21 +24,21 @@ import numpy as np
 
 from hybridkv.engine.protocol import StepModel
 from hybridkv.errors import UserError
+from hybridkv.state import leaf
 from hybridkv.state.batch import DecodeBatch, StepOptions, TileBatch
 from hybridkv.state.cache import Cache
+from hybridkv.state.packing import put_blocks, put_snapshot, take_blocks, take_snapshot
 from hybridkv.state.sequence import SequenceState
 from hybridkv.state.snapshot import Snapshots, admit, write_snapshot
-from hybridkv.state.transfer import (
-    MovedBlocks,
-    gather_blocks,
-    gather_state,
-    scatter_blocks,
-    scatter_state,
-)
+from hybridkv.state.transfer import gather_state, scatter_state
 
 MOVED_BLOCKS = 8
 """Blocks that one read or write of blocks moves. More means fewer dispatches and more bytes moved
 for nothing at the end of a sequence."""
+
+
+BlockWords = tuple[jax.Array, ...]
+"""``MOVED_BLOCKS`` arrays, uint32 ``[words]``, one a block."""
 
 
 class DonatedCacheError(RuntimeError):
@@ -65,8 +67,10 @@ class Steps:
         self._decode = jax.jit(decode, donate_argnames="cache")
         self._admit = jax.jit(admit, donate_argnames="cache")
         self._write_snapshot = jax.jit(write_snapshot, donate_argnames="snapshots")
-        self._read_blocks = jax.jit(gather_blocks)
-        self._write_blocks = jax.jit(scatter_blocks, donate_argnames="cache")
+        self._read_blocks = jax.jit(take_blocks)
+        self._write_blocks = jax.jit(put_blocks, donate_argnames="cache")
+        self._read_snapshot = jax.jit(take_snapshot)
+        self._store_snapshot = jax.jit(put_snapshot, donate_argnames="snapshots")
         self._read_state = jax.jit(gather_state)
         self._write_state = jax.jit(scatter_state, donate_argnames="cache")
 
@@ -131,20 +135,31 @@ class Steps:
         _check_alive(cache, "write_snapshot")
         return self._write_snapshot(snapshots, cache, _scalar(slot), _scalar(place))
 
-    def read_blocks(self, cache: Cache, places: np.ndarray) -> MovedBlocks:
+    def read_blocks(self, cache: Cache, places: np.ndarray) -> BlockWords:
         """Copies blocks out of the cache.
 
         Args:
           cache: the cache.
           places: int32 ``[MOVED_BLOCKS]``; those past the pool give something finite.
+
+        Returns:
+          For each place uint32 ``[words]``; see ``hybridkv.state.packing``.
         """
         _check_alive(cache, "read_blocks")
         return self._read_blocks(cache, jax.device_put(_places(places)))
 
-    def write_blocks(self, cache: Cache, blocks: MovedBlocks, places: np.ndarray) -> Cache:
+    def write_blocks(self, cache: Cache, blocks: BlockWords, places: np.ndarray) -> Cache:
         """Writes what ``read_blocks`` gave; places past the pool are skipped. DONATES cache."""
         _check_alive(cache, "write_blocks")
-        return self._write_blocks(cache, blocks, jax.device_put(_places(places)))
+        return self._write_blocks(cache, tuple(blocks), jax.device_put(_places(places)))
+
+    def read_snapshot(self, snapshots: Snapshots, place: int) -> jax.Array:
+        """Copies a snapshot out of the pool: uint32 ``[words]``."""
+        return self._read_snapshot(snapshots, _scalar(place))
+
+    def store_snapshot(self, snapshots: Snapshots, words: jax.Array, place: int) -> Snapshots:
+        """Writes what ``read_snapshot`` gave; past the pool to nowhere. DONATES snapshots."""
+        return self._store_snapshot(snapshots, words, _scalar(place))
 
     def read_state(self, cache: Cache, slot: int) -> SequenceState:
         """Copies a slot's state, open cells included."""
@@ -191,13 +206,16 @@ class Steps:
         nowhere = np.zeros(cache.block_table.shape[1], np.int32)
         past = max((x.shape[0] for x in jax.tree.leaves(snapshots)), default=0)
         snapshots = self.write_snapshot(snapshots, cache, slot=0, place=past)
+        words = jax.device_get(self.read_snapshot(snapshots, past))
+        snapshots = self.store_snapshot(snapshots, to_device(words), past)
         cache = self.admit(cache, snapshots, slot=cache.slots, table=nowhere, length=0, place=past)
         return cache, snapshots
 
 
 def to_device(tree: Any) -> Any:
-    """Host arrays on the default device, as every write of a step takes them."""
-    return jax.tree.map(jax.device_put, tree)
+    """Host arrays committed to the default device, as every write of a step takes them."""
+    here = leaf.placement()
+    return jax.tree.map(lambda x: jax.device_put(x, here), tree)
 
 
 def _places(places: np.ndarray) -> np.ndarray:

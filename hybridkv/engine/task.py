@@ -63,6 +63,8 @@ class Task:
     restore_by: float = FOREVER
     restored: bool = False
     """A restore was tried: it is not tried again."""
+    restores: int = 0
+    """Restores that were begun."""
     sequence: Sequence | None = None
     parked: Parked | None = None
     leader: "Task | None" = None

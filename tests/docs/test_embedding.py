@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +19,14 @@ from hybridkv.state.capacity import Capacity
 
 OPTIONS = StepOptions(tile=32, key_block=32, sequential=True, all_logits=True)
 TITLES = ("nnx", "linen")
+MORE = "saving"
+"""The example that goes on from either of them."""
 
 
 @pytest.fixture(scope="module")
 def blocks(repository):
     text = (repository / "docs" / "embedding.md").read_text()
-    return dict(zip(TITLES, re.findall(r"```python\n(.*?)```", text, re.S), strict=True))
+    return dict(zip((*TITLES, MORE), re.findall(r"```python\n(.*?)```", text, re.S), strict=True))
 
 
 @pytest.fixture(scope="module", params=TITLES)
@@ -78,6 +81,7 @@ def windowed(model):
 def test_each_example_is_under_100_lines_and_uses_its_own_flax(blocks):
     for text in blocks.values():
         assert len(text.splitlines()) < 100
+    assert "flax" not in blocks[MORE]
     assert "from flax import nnx" in blocks["nnx"]
     assert "import flax.linen as nn" in blocks["linen"]
 
@@ -95,6 +99,19 @@ def test_the_second_of_the_examples_requests_reuses_the_first(example):
     assert second.exact
     assert first.tokens == second.tokens
     assert len(second.tokens) == 8
+
+
+def test_a_prefix_that_is_kept_and_a_sequence_that_is_moved_give_the_same_tokens(
+    example, blocks, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda: str(tmp_path))
+    names = dict(example) | {"results": list(example["results"])}
+    exec(compile(blocks[MORE], f"docs/embedding.md: {MORE}", "exec"), names)
+    first, *_, again, moved = names["results"]
+    assert names["restored"] == [96, 96]
+    assert (again.reused, again.replayed) == (96, 0)
+    assert (moved.taken_over, moved.exact) == (3, True)
+    assert first.tokens == again.tokens == moved.tokens
 
 
 def test_tokens_of_a_handle_come_one_by_one(example):

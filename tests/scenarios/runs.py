@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,8 +60,9 @@ def start_of(plan: Plan | Miss) -> int:
     return plan.start if isinstance(plan, Plan) else 0
 
 
+@functools.cache
 def toy_runner() -> Runner:
-    """The TOY model, as ``verify restore`` runs it."""
+    """The TOY model, as ``verify restore`` runs it; one a process, because it takes long."""
     runtime = toy_runtime()
     options = toy_options(tile=TILE, key_block=8, index_block=16)
     each = Capacity.for_tokens(runtime.geometry, tokens=LONGEST + 2 * TILE).blocks

@@ -25,6 +25,7 @@ from hybridkv.engine.requests import Finish, Request
 from hybridkv.engine.sampling import SamplingOptions
 from hybridkv.engine.scheduler import SchedulerOptions, Stage
 from hybridkv.errors import UserError
+from hybridkv.state import leaf
 
 WILD = SamplingOptions(temperature=1.5, top_p=0.9, seed=7)
 
@@ -351,7 +352,7 @@ def test_logits_that_are_not_finite_fail_only_their_request(lab, monkeypatch, wh
                 at = row if where == "tiles" else sequence.slot
                 if where == "tiles" or len(poisoned.output.pieces) == 3:
                     logits[at, 5] = np.nan
-        return jax.device_put(logits)
+        return jax.device_put(logits, leaf.placement())
 
     monkeypatch.setattr(runner, where, spoilt)
     lab.finish(*handles)

@@ -11,8 +11,9 @@ from hybridkv.engine.numerics import numerics_id
 from hybridkv.engine.runner import Runner, RunnerOptions, identify
 from hybridkv.engine.sequence import NoSlot
 from hybridkv.errors import UserError
+from hybridkv.prefixes.losses import Cause
 from hybridkv.prefixes.plan import Miss, Outcome, Plan
-from hybridkv.prefixes.policy import DENSE, NEVER
+from hybridkv.prefixes.policy import DENSE, NEVER, SnapshotPolicy
 from hybridkv.state.capacity import Capacity
 
 TILE = 16
@@ -280,3 +281,34 @@ def test_measuring_costs_changes_nothing_and_gives_a_model_to_plan_with(runner):
     assert first.shape == (40, 64)
     runner.finish(held)
     assert run(runner, ids, namespace="cost")[0].start == 96
+
+
+def standing(runner, ids):
+    """Positions of a prompt that have a snapshot."""
+    found = runner.directory.find(runner.chain(ids)).entries
+    snapshots = runner.directory.snapshot_at(found)
+    return runner.allocator.entries.position[snapshots[snapshots >= 0]].tolist()
+
+
+def test_a_conversation_that_grows_keeps_only_the_ends_that_its_policy_cannot_spare(runner):
+    ids, turns = prompt(208, seed=77), (48, 80, 112, 144, 176, 208)
+    runner.reset()
+    for turn in turns:
+        sequence, _ = run(runner, ids[:turn], policy=SnapshotPolicy(thin=8.0))
+    assert sequence.plan.start == 176
+    assert standing(runner, ids) == [144, 208]
+    lost = {loss.cause for loss in runner.plan(runner.chain(ids[:177])).losses}
+    assert Cause.POLICY in lost
+    assert Cause.EVICTED not in lost
+
+
+def test_a_snapshot_at_which_another_prompt_went_on_stays(runner):
+    ids = prompt(208, seed=78)
+    runner.reset()
+    for turn in (48, 80, 112):
+        run(runner, ids[:turn], policy=SnapshotPolicy(thin=8.0))
+    other = np.concatenate([ids[:80], prompt(40, seed=79)])
+    run(runner, other)
+    for turn in (144, 176, 208):
+        run(runner, ids[:turn], policy=SnapshotPolicy(thin=8.0))
+    assert 80 in standing(runner, ids)
