@@ -6,7 +6,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check
 # Test workers; compilation, which dominates, is mostly single-threaded.
 JOBS ?= 2
 
-.PHONY: demo smollm2 test test-next lint format train mutants clean
+.PHONY: demo smollm2 test test-next lint format train mutants soak clean
 
 demo: .venv/.base
 	$(BIN)/python scripts/decode.py --file data/scene.txt --echo --max-new-tokens 400 \
@@ -40,6 +40,11 @@ format: .venv/.dev
 # Seeds faults one at a time and shows which test catches each.
 mutants: .venv/.dev
 	$(BIN)/python scripts/mutants.py --jobs $(JOBS) --json docs/verification/mutants.json
+
+# Faults and crashes of the tiers for much longer than the checks take.
+soak: .venv/.dev
+	$(BIN)/python scripts/verify.py crash --budget 1800
+	$(BIN)/python scripts/verify.py faults --budget 3600
 
 # Makes such a model as the shipped one in runs/export (driven by time: not the same bits).
 train: .venv/.dev

@@ -6,12 +6,14 @@ r"""Measures speed as ratios within one run.
     python scripts/benchmark.py reuse --peer llama.cpp --json docs/benchmarks/reuse.json
     python scripts/benchmark.py engine --json docs/benchmarks/engine.json
     python scripts/benchmark.py schemes --json docs/benchmarks/schemes.json
+    python scripts/benchmark.py tiers --json docs/benchmarks/tiers.json
 
 ``decode``: prefill and decode rates and cache bytes per token of a random 43 M model, and the cost
 of a decode step as the context grows. ``control``: planning against a million blocks.
 ``reuse``: time to first token when prompts share a beginning. ``engine``: many requests together,
 time between tokens while prompts arrive, and the engine's own share of a turn. ``schemes``: the
-hybrid cache, the generic one and no reuse. Rounds of the sides alternate; medians count.
+hybrid cache, the generic one and no reuse. ``tiers``: prefixes from host memory and disk. Rounds
+of the sides alternate; medians count.
 """
 
 import argparse
@@ -28,6 +30,7 @@ import benchmark_control
 import benchmark_engine
 import benchmark_reuse
 import benchmark_schemes
+import benchmark_tiers
 import command_line
 import jax
 import jax.numpy as jnp
@@ -444,6 +447,15 @@ def schemes(args: argparse.Namespace) -> int:
     return 0
 
 
+def tiers(args: argparse.Namespace) -> int:
+    """The ``tiers`` subcommand."""
+    model = DeepseekV4(parse_config(MODEL), nnx.Rngs(args.seed))
+    result = {**_machine(), **benchmark_tiers.measure(DeepseekV4Runtime(model), args)}
+    benchmark_tiers.report(result)
+    command_line.write_json(args.json, result)
+    return 0
+
+
 def _machine() -> dict[str, Any]:
     return {
         "device": command_line.device_name(),
@@ -502,7 +514,10 @@ def main() -> int:
     five = commands.add_parser("schemes", help="hybrid cache, generic cache and no reuse")
     benchmark_schemes.add_arguments(five)
     five.set_defaults(run=schemes)
-    for some in (two, three, four, five):
+    six = commands.add_parser("tiers", help="host memory and disk beside the device")
+    benchmark_tiers.add_arguments(six)
+    six.set_defaults(run=tiers)
+    for some in (two, three, four, five, six):
         some.add_argument("--seed", type=int, default=0)
         some.add_argument("--json", metavar="FILE", help="write the result here too")
     args = parser.parse_args(sys.argv[1:])

@@ -1,23 +1,31 @@
 """Proves the library on your own device.
 
     python scripts/verify.py restore --cells 500
+    python scripts/verify.py restore --tiers device,host,disk --policies all
     python scripts/verify.py poison | knockout | explore
     python scripts/verify.py engine --requests 1000
+    python scripts/verify.py crash | faults
     python scripts/verify.py oracle tests/data/oracle/tiny_a
 
 ``restore`` compares digests of logits after a restore with those of a cold run, over random
 prompts, every resume position, copied and replayed state, with and without other sequences at work.
+With ``--tiers`` it does so for what lies in host memory, on disk, on all of them in parts, and on
+disk after a restart, as each of ``--policies`` left it; then conversations go on after a restart.
 ``poison`` does so with NaN in every byte that nothing owns. ``knockout`` takes away each kind of
 state: the plan must be shorter and blame it, and going on regardless must change the logits.
 ``explore`` visits every reachable state of the bookkeeping of a small world. ``engine`` runs mixed
 requests together, with cancels and preemption in a small pool, and compares digests of all logits
-with those of each request alone. ``oracle DIR`` compares a model's logits with those that another
+with those of each request alone. ``crash`` kills a process that writes a store at each write point
+and looks at what the next one finds. ``faults`` lets every injection point of the tiers fail while
+an engine is at work, turns a byte of each file of a store, and gives it folders that are no stores:
+all outputs are those of cold runs. ``oracle DIR`` compares a model's logits with those that another
 implementation computed.
 """
 
 import argparse
 import pathlib
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -25,8 +33,11 @@ import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
+import verify_crash
 import verify_engine
+import verify_faults
 import verify_restore
+import verify_tiers
 from flax import nnx
 
 from hybridkv.arithmetic import cdiv
@@ -178,14 +189,29 @@ def _report_oracle(
 
 def restore_cells(args: argparse.Namespace) -> int:
     """The ``restore`` and ``poison`` subcommands."""
-    check = {"restore": verify_restore.restore, "poison": verify_restore.poison}[args.command]
     models = args.model or ["deepseek_v4", "llama"]
-    results = {model: check(model, args.cells // len(models), args.seed) for model in models}
+    if args.command == "restore" and (args.tiers is not None or args.policies is not None):
+        return restore_tiers(args, models)
+    check = {"restore": verify_restore.restore, "poison": verify_restore.poison}[args.command]
+    cells = args.cells or {"restore": 500, "poison": 200}[args.command]
+    results = {model: check(model, cells // len(models), args.seed) for model in models}
     ok = verify_restore.report_cells(
         f"{args.command} on {command_line.device_name()}: digests of logits against cold runs",
         results,
     )
     return _finish(args, ok, {"cells": results})
+
+
+def restore_tiers(args: argparse.Namespace, models: list[str]) -> int:
+    """``restore`` with ``--tiers``."""
+    if args.tiers is None:
+        raise UserError("--policies is for tiers: add --tiers device,host,disk")
+    tiers = verify_tiers.tiers_of(args.tiers)
+    policies = verify_tiers.policies_of("all" if args.policies is None else args.policies)
+    ok, result = verify_tiers.run(
+        models, tiers, policies, cells=args.cells or verify_tiers.CELLS, seed=args.seed
+    )
+    return _finish(args, ok, result)
 
 
 def knockout(args: argparse.Namespace) -> int:
@@ -259,6 +285,22 @@ def engine(args: argparse.Namespace) -> int:
     return _finish(args, all(r["ok"] for r in results.values()), {"models": results})
 
 
+def crash(args: argparse.Namespace) -> int:
+    """The ``crash`` subcommand."""
+    with tempfile.TemporaryDirectory() as folder:
+        ok, result = verify_crash.verify(pathlib.Path(folder), budget_s=args.budget, seed=args.seed)
+    return _finish(args, ok, result)
+
+
+def faults(args: argparse.Namespace) -> int:
+    """The ``faults`` subcommand."""
+    with tempfile.TemporaryDirectory() as folder:
+        ok, result = verify_faults.verify(
+            pathlib.Path(folder), budget_s=args.budget, seed=args.seed
+        )
+    return _finish(args, ok, result)
+
+
 def _finish(args: argparse.Namespace, ok: bool, result: dict[str, Any]) -> int:
     command_line.write_json(args.json, {"ok": ok, "device": command_line.device_name(), **result})
     return 0 if ok else 1
@@ -282,16 +324,19 @@ def main() -> int:
     parser_oracle.add_argument("--tile", type=int, action="append", help="only these tile sizes")
     parser_oracle.add_argument("--json", metavar="FILE", help="write the result here too")
     parser_oracle.set_defaults(run=oracle)
-    for name, count, what in (
-        ("restore", 500, "restored against cold runs, bit for bit"),
-        ("poison", 200, "the same with NaN in every unused byte"),
+    for name, what in (
+        ("restore", "restored against cold runs, bit for bit"),
+        ("poison", "the same with NaN in every unused byte"),
     ):
         cells = commands.add_parser(name, help=what)
-        cells.add_argument("--cells", type=_positive, default=count, help="about so many")
+        cells.add_argument("--cells", type=_positive, help="about so many")
         cells.add_argument(
             "--model", action="append", choices=["deepseek_v4", "llama"], help="only these"
         )
         cells.set_defaults(run=restore_cells)
+    tiered = commands.choices["restore"]
+    tiered.add_argument("--tiers", metavar="LIST", help="some of device,host,disk")
+    tiered.add_argument("--policies", metavar="LIST", help="all, or some of prefixes.policy's")
     parts = commands.add_parser("knockout", help="each kind of state removed")
     parts.add_argument("--repeats", type=_positive, default=4, help="prompts a part")
     parts.set_defaults(run=knockout)
@@ -304,7 +349,20 @@ def main() -> int:
         "--model", action="append", choices=["deepseek_v4", "llama"], help="only these"
     )
     together.set_defaults(run=engine)
-    for command in ("restore", "poison", "knockout", "explore", "engine"):
+    for name, budget, run, what in (
+        ("crash", verify_crash.BUDGET_S, crash, "a writer killed at each write point"),
+        ("faults", verify_faults.BUDGET_S, faults, "every injection point fails"),
+    ):
+        breaking = commands.add_parser(name, help=what)
+        breaking.add_argument(
+            "--budget",
+            type=_positive,
+            default=budget,
+            metavar="SECONDS",
+            help="for all, about",
+        )
+        breaking.set_defaults(run=run)
+    for command in ("restore", "poison", "knockout", "explore", "engine", "crash", "faults"):
         commands.choices[command].add_argument("--seed", type=int, default=0)
         commands.choices[command].add_argument("--json", metavar="FILE", help="write it here too")
     args = parser.parse_args(sys.argv[1:])

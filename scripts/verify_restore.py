@@ -32,11 +32,14 @@ MODES = {"copy": DENSE, "replay": NEVER}
 COMPILATION = "/jax/core/compile/backend_compile_duration"
 
 
-def make_runner(model: str) -> Runner:
-    """A runner over a random small model on the default device."""
-    runtime: Any = (
-        DeepseekV4Runtime(toy_model()) if model == "deepseek_v4" else LlamaRuntime(toy_llama())
-    )
+def toy_runtime(model: str) -> Any:
+    """A random small model: ``deepseek_v4`` with every part, or ``llama``."""
+    return DeepseekV4Runtime(toy_model()) if model == "deepseek_v4" else LlamaRuntime(toy_llama())
+
+
+def make_runner(model: str, **more: Any) -> Runner:
+    """A runner over a random small model on the default device; ``more`` of its options."""
+    runtime = toy_runtime(model)
     options = StepOptions(
         tile=TILE,
         key_block=8,
@@ -48,7 +51,7 @@ def make_runner(model: str) -> Runner:
     geometry = runtime.geometry
     each = Capacity.for_tokens(geometry, tokens=LONGEST + 2 * TILE)
     capacity = Capacity(blocks=400, slots=SLOTS, blocks_per_sequence=each.blocks)
-    sizes = RunnerOptions(capacity=capacity, snapshots=100, debug=False)
+    sizes = RunnerOptions(capacity=capacity, snapshots=100, debug=False, **more)
     return Runner(runtime, options, sizes)
 
 

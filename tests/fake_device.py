@@ -10,7 +10,6 @@ import functools
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from typing import Any
 from unittest import mock
 
@@ -18,6 +17,7 @@ import jax
 import numpy as np
 import stores
 from geometries import toy_geometry
+from hand_workers import Hands
 
 from hybridkv.blocks.allocator import Allocator
 from hybridkv.blocks.entries import NONE, Form, Tier, kind_bits
@@ -34,7 +34,6 @@ from hybridkv.prefixes.needs import block_kinds, snapshot_kinds
 from hybridkv.prefixes.plan import Miss, Plan, PlanOptions, plan_prefix
 from hybridkv.state.packing import block_spans, snapshot_spans, words_of
 from hybridkv.tiers import segments
-from hybridkv.tiers.faults import Faults, Point
 from hybridkv.tiers.mover import Mover, Ticket
 from hybridkv.tiers.options import NOTHING, TierOptions
 
@@ -58,51 +57,6 @@ def expected(form: Form, digest: bytes, words: int) -> np.ndarray:
     """The words of what is published under a digest."""
     make = stores.block_words if form == Form.BLOCK else stores.snapshot_words
     return make(digest, words)
-
-
-class Hands:
-    """A worker whose jobs run when a test says so, in the order that it says."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.closed = name, False
-        self.jobs: list[tuple[float, Future[Any], Callable[[], Any]]] = []
-
-    def submit(self, work: Callable[[], Any], *, priority: float = 0.0) -> "Future[Any]":
-        future: Future[Any] = Future()
-        self.jobs.append((priority, future, work))
-        return future
-
-    def step(self, number: int | None = None) -> bool:
-        """Runs one job, by default the one that a worker would take; False where none waits."""
-        if not self.jobs:
-            return False
-        if number is None:
-            number = max(range(len(self.jobs)), key=lambda n: (self.jobs[n][0], -n))
-        _, future, work = self.jobs.pop(number)
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(work())
-            except Exception as error:
-                future.set_exception(error)
-        return True
-
-    def close(self, *, timeout_s: float) -> bool:
-        del timeout_s
-        self.closed = True
-        return True
-
-
-class Hook(Faults):
-    """Calls what a test gives it when a point is reached, in the middle of a worker's job."""
-
-    def __init__(self, point: Point, call: Callable[[int], Any]) -> None:
-        self.point, self.call, self.reached = point, call, 0
-
-    def reach(self, point: Point, data: Any = None, path: pathlib.Path | None = None) -> Any:
-        if point is self.point:
-            self.reached += 1
-            self.call(self.reached)
-        return data
 
 
 class Wrong(BaseException):
@@ -441,18 +395,18 @@ class World:
         self.mover._host.keep(place, dataclasses.replace(held, words=words))
 
     def damage_disk(self, entry: int, byte: int = -1) -> pathlib.Path:
-        """One bit of the file that has an entry is another; the file."""
+        """One bit of an entry's words is another in the file that has them; the file."""
         store, digest = self.mover.store, self.entries.digest[entry].tobytes()
         assert store is not None
+        size, first = 4 * self.device.words[Form(self.entries.form[entry])], 0
         if self.entries.form[entry] == Form.BLOCK:
             place = store.find(digest)
             assert place is not None
-            file = store.path / "segments" / place.segment / "blocks"
-            byte = place.index * 4 * self.device.words[Form.BLOCK] + byte % 100
+            file, first = store.path / "segments" / place.segment / "blocks", place.index * size
         else:
             file = store.path / "snapshots" / str(store.find_snapshot(digest)) / "snapshot"
         data = bytearray(file.read_bytes())
-        data[byte] ^= 1
+        data[first + byte % size] ^= 1
         file.write_bytes(data)
         return file
 

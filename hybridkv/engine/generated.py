@@ -41,7 +41,7 @@ class GeneratedBlocks:
 
     def __init__(self, allocator: Allocator, block_tokens: int) -> None:
         self.use = GeneratedUse()
-        self._block = block_tokens
+        self._columns, self._block = allocator.entries, block_tokens
         self._unused: set[int] = set()
         self._inexact: set[int] = set()
         allocator.on_evict.append(self._evicted)
@@ -49,34 +49,41 @@ class GeneratedBlocks:
     def published(self, entries: np.ndarray) -> None:
         """Entries that were just published for their generated tokens."""
         self.use.published += len(entries) * self._block
-        self._unused |= set(entries.tolist())
+        self._unused |= self._keys(entries)
 
     def mark_inexact(self, entries: np.ndarray) -> None:
         """Blocks whose rows, or snapshots whose state, are not those of a cold run."""
-        self._inexact |= set(entries.tolist())
+        self._inexact |= self._keys(entries)
 
     def found(self, entries: np.ndarray) -> None:
         """Notes that a prompt shares these."""
         if self._unused:
-            now = self._unused & set(entries.tolist())
+            now = self._unused & self._keys(entries)
             self._unused -= now
             self.use.used += len(now) * self._block
 
     def exact(self, entries: np.ndarray) -> bool:
         """Whether all of these, blocks or snapshots, are those of a cold run."""
-        return not self._inexact or self._inexact.isdisjoint(entries.tolist())
+        return not self._inexact or self._inexact.isdisjoint(self._keys(entries))
 
     def exact_each(self, entries: np.ndarray) -> np.ndarray:
         """Whether each of these is that of a cold run: bool ``[n]``."""
         if not self._inexact:
             return np.ones(len(entries), bool)
-        return ~np.isin(entries, list(self._inexact))
+        return ~np.isin(self._each_key(entries), list(self._inexact))
+
+    def _each_key(self, entries: np.ndarray) -> np.ndarray:
+        """Entry and generation: what was withdrawn and taken again is another one."""
+        return entries.astype(np.int64) << 32 | self._columns.generation[entries]
+
+    def _keys(self, entries: np.ndarray) -> set[int]:
+        return set(self._each_key(entries).tolist())
 
     def _evicted(self, entries: np.ndarray, tier: Tier, cause: str) -> None:
         del tier, cause
         if not self._unused and not self._inexact:
             return
-        gone = set(entries.tolist())
+        gone = self._keys(entries)
         self.use.wasted += len(self._unused & gone) * self._block
         self._unused -= gone
         self._inexact -= gone

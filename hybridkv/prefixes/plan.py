@@ -279,18 +279,20 @@ class _Search:
             return -1
         return int(self.snapshots[np.searchsorted(self.conditions.positions, position)])
 
-    def load_seconds(self) -> np.ndarray:
-        """Seconds to bring every block before each position to the device: float64 ``[n]``."""
+    def load_seconds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of every block before each position: seconds to bring it to the device once its turn has
+        come, float64 ``[n]``, and whether there is one to wait for, bool ``[n]``.
+        """
         positions, cost = self.conditions.positions, self.options.cost
         if not self.options.loads:
-            return np.zeros(len(positions))
+            return np.zeros(len(positions)), np.zeros(len(positions), bool)
         tiers = fastest(self.directory.entries, self.match.entries)
         total, waits = np.zeros(len(tiers)), np.zeros(len(tiers), bool)
         for tier in (Tier.HOST, Tier.DISK):
             total += np.where(tiers == tier, cost.copy(tier, self.geometry.block_bytes), 0.0)
             waits |= tiers == tier
-        seconds = np.cumsum(total) + np.where(np.cumsum(waits) > 0, cost.queue_seconds, 0.0)
-        return seconds[positions // self.block - 1]
+        last = positions // self.block - 1
+        return np.cumsum(total)[last], (np.cumsum(waits) > 0)[last]
 
 
 def holds(entries: Entries, ids: np.ndarray, kind: Kind, *, anywhere: bool = False) -> np.ndarray:
@@ -378,7 +380,7 @@ def _cheapest(search: _Search, found: Intersection) -> _Way:
     options, cost, conditions = search.options, search.options.cost, search.conditions
     positions = conditions.positions
     whole = positions <= found.shared
-    load = search.load_seconds()
+    load, waits = search.load_seconds()
 
     def tiles(starts: np.ndarray) -> np.ndarray:
         return -(-(search.tokens - starts) // options.tile) * cost.tile_seconds
@@ -389,14 +391,16 @@ def _cheapest(search: _Search, found: Intersection) -> _Way:
         copied &= held
     at = np.flatnonzero(copied)
     if len(at):
-        seconds = load[at] + tiles(positions[at]) + _state_seconds(search, at)
+        state, away = _state_seconds(search, at)
+        seconds = load[at] + tiles(positions[at]) + state
+        seconds += np.where(waits[at] | away, cost.queue_seconds, 0.0)
         best = at[_last_least(seconds)]
         start = int(positions[best])
         ways.append(_Way(seconds=float(seconds.min()), start=start, needed=start, copied=True))
     if options.replay:
         at = np.flatnonzero(whole)
         starts = _replay_starts(search, positions[at])
-        seconds = load[at] + tiles(starts)
+        seconds = load[at] + tiles(starts) + np.where(waits[at], cost.queue_seconds, 0.0)
         best = _last_least(seconds)
         ways.append(
             _Way(
@@ -413,16 +417,18 @@ def _last_least(seconds: np.ndarray) -> int:
     return int(np.flatnonzero(seconds == seconds.min())[-1])
 
 
-def _state_seconds(search: _Search, at: np.ndarray) -> np.ndarray:
-    """Seconds to read the snapshot at each of these positions, from where it is."""
+def _state_seconds(search: _Search, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds to read the snapshot at each of these positions, once its turn has come; and whether
+    it has to be brought first.
+    """
     cost, size = search.options.cost, search.options.snapshot_bytes
-    if not search.conditions.snapshots:
-        return np.full(len(at), cost.move(Tier.DEVICE, size))
-    tiers = fastest(search.directory.entries, search.snapshots[at])
     seconds = np.full(len(at), cost.copy(Tier.DEVICE, size))
+    if not search.conditions.snapshots:
+        return seconds, np.zeros(len(at), bool)
+    tiers = fastest(search.directory.entries, search.snapshots[at])
     for tier in (Tier.HOST, Tier.DISK):
         seconds += np.where(tiers == tier, cost.copy(tier, size), 0.0)
-    return seconds
+    return seconds, tiers != Tier.DEVICE
 
 
 def _replay_starts(search: _Search, positions: np.ndarray) -> np.ndarray:

@@ -83,7 +83,12 @@ class LoadFailed(RuntimeError):  # noqa: N818 - reads as what happened
     def may_pass(self) -> bool:
         """Whether the bytes may be whole, and only could not be read now."""
         error = self.error
-        return error.may_pass if isinstance(error, Damaged) else may_pass(error)
+        if isinstance(error, Damaged):
+            return error.may_pass
+        if isinstance(error, DamagedHostBytes):
+            return False
+        # A fault of ours says nothing about the bytes.
+        return may_pass(error) if isinstance(error, OSError) else True
 
 
 class Load:

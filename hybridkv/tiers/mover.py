@@ -233,15 +233,20 @@ class Mover:
 
         Returns whether anything moved. Takes no longer than ``moves_a_turn`` writes.
         """
-        left, moved = self.options.moves_a_turn, False
-        for load in {id(x): x for x in self._loads.values()}.values():
-            while load.ready and left and not load.ended:
+        left, loads = self.options.moves_a_turn, self._under_way()
+        while left and (ready := [load for load in loads if load.ready and not load.ended]):
+            for load in ready[:left]:  # in turn: a long load does not keep a short one
                 self._try_write(load, *load.ready.popleft())
-                left, moved = left - 1, True
+            left -= min(left, len(ready))
+        for load in loads:
             # In this order: what comes between the two questions is seen by the second.
             if load.future is not None and load.future.done() and not load.ready:
                 self._end(load)
+        moved = left < self.options.moves_a_turn
         return self._storing.turn() or moved
+
+    def _under_way(self) -> list[Load]:
+        return list({id(load): load for load in self._loads.values()}.values())
 
     def _try_write(self, load: Load, part: Part, staged: Sequence[jax.Array]) -> None:
         """Writes one part, or ends the load: what did not get to the cache was not loaded."""
@@ -401,7 +406,7 @@ class Mover:
 
     def drop(self) -> None:
         """Ends all loads and forgets what waits; jobs at hand end by themselves."""
-        for load in list({id(x): x for x in self._loads.values()}.values()):
+        for load in self._under_way():
             load.give_up()
             self._end(load)
         self._prefetched.clear()

@@ -53,10 +53,11 @@ class Loader:
     def is_spare(self, problem: Problem, index: Index) -> bool:
         """Whether it is a manifest of which everything is in the index, through others.
 
-        That of a writer which could not read it for a while, and stored the same once more.
+        It could not be read for a while, or lacks a file, and the same was stored once more.
         """
         manifest = self.decoded.get(id_of(problem.file) or "")
-        if problem.kind is not ProblemKind.DUPLICATE or manifest is None:
+        kinds = (ProblemKind.DUPLICATE, ProblemKind.MISSING)
+        if problem.kind not in kinds or manifest is None:
             return False
         extension = manifest.extension
         blocks = all(extension.digest(i) in index.blocks for i in range(extension.blocks))
@@ -119,15 +120,22 @@ class Loader:
         return None
 
     def _index(self, problems: list[Problem]) -> Index:
-        """Parents before children, so that a manifest that goes on from nothing is left out."""
+        """Parents before children, so that a manifest that goes on from nothing is left out.
+
+        Of those that hold the same, the longest first: it needs no other.
+        """
         index = Index(self._header.layout.block_tokens)
         usable = [m for id_, m in self.decoded.items() if id_ not in self._unusable]
-        for manifest in sorted(usable, key=lambda x: (x.extension.first, x.id)):
+        for manifest in sorted(usable, key=_order):
             try:
                 index.add(manifest)
             except RefusedError as error:
                 problems.append(Problem(kind=error.kind, file=manifest.key, reason=str(error)))
         return index
+
+
+def _order(manifest: Manifest) -> tuple[int, int, str]:
+    return manifest.extension.first, -manifest.extension.blocks, manifest.id
 
 
 def id_of(key: str) -> str | None:

@@ -102,11 +102,14 @@ class Writer:
             raise ValueError("the extension has too many tokens: commit it in parts")
         manifests.decode(manifest.id, data, self._layout)  # a reader must accept it
         path = self._folder.path / manifest.key
+        before = None if new else self._folder.read(manifest.key, manifests.MOST_BYTES)
         written = self._faults.reach(Point.WRITE_MANIFEST, data, path)
         if new:
             self.made.append(manifest.key)
         self._folder.write(manifest.key, written)
         if self._folder.read(manifest.key, manifests.MOST_BYTES) != data:
+            if before is not None:  # what was committed stays found
+                self._folder.write(manifest.key, before)
             raise OSError(f"{manifest.key} does not hold what was written")
         return len(data)
 

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jaxtyping import Int32, UInt32
 
-from hybridkv.blocks.entries import NONE, Form, Tier
+from hybridkv.blocks.entries import NONE, EntryError, Form, Tier
 from hybridkv.blocks.leases import Receipt
 from hybridkv.blocks.pools import NeverFits, NoRoom, PoolSizes
 from hybridkv.blocks.transitions import TierState
@@ -88,7 +88,7 @@ class Storing:
     def busy(self) -> bool:
         """Whether something waits or is under way."""
         under_way = self._to_host or self._to_disk or self._removing
-        return bool(self._for_host or self._for_disk or under_way)
+        return bool(self._for_host or self._for_disk or under_way) or self._must_remove
 
     def add(self, chain: TokenChain) -> None:
         """A prefix of the chain was published."""
@@ -285,11 +285,19 @@ class Storing:
         state = self._device.allocator.entries.state
         absent = state[Tier.DISK, run] == TierState.ABSENT
         first = int(np.argmax(absent)) if absent.any() else run.size
-        blocks = run[first : first + MOST_BLOCKS]
+        blocks = run[first : first + self._disk_room()]
         fit = self._storable(blocks)
         blocks = blocks[: blocks.size if fit.all() else int(np.argmin(fit))]
         snapshots = self._standing(run[: first + blocks.size])
         return first, blocks, snapshots[self._storable(snapshots)]
+
+    def _disk_room(self) -> int:
+        """Blocks that one extension may have: a store that is nearly full takes what fits."""
+        allocator = self._device.allocator
+        room = allocator.available(Form.BLOCK, Tier.DISK)
+        if room < MOST_BLOCKS:
+            room += allocator.evictable(Form.BLOCK, Tier.DISK)
+        return min(room, MOST_BLOCKS)
 
     def _storable(self, ids: Int32[np.ndarray, " n"]) -> np.ndarray:
         """Exact, whole on the device or the host, and nowhere on disk."""
@@ -360,10 +368,15 @@ class Storing:
         self._disk.committed(job.receipt.entries)
         self._counters.stored[Tier.DISK] += len(job.receipt.entries)
 
+    @property
+    def _must_remove(self) -> bool:
+        disk = self._disk
+        return disk is not None and bool(disk.to_remove) and self._may(Tier.DISK)
+
     def _tidy(self) -> None:
         """Removes from the store what lost its place, also when nothing is written."""
         disk = self._disk
-        if disk is None or not disk.to_remove or self._removing or not self._may(Tier.DISK):
+        if disk is None or self._removing or not self._must_remove:
             return
         removals, disk.to_remove = disk.to_remove, Removals()
         future = self._writer.submit(
@@ -428,15 +441,26 @@ class Storing:
             job = jobs.popleft()
             error = job.future.exception()
             if error is None:
-                end(job)
-            else:
-                self._device.allocator.abort(job.receipt.entries, tier)
+                error = self._ended(job, end)
+            if error is not None:
+                entries = job.receipt.entries
+                state = self._device.allocator.entries.state[tier, entries]
+                self._device.allocator.abort(entries[state == TierState.FILLING], tier)
                 self._failed(tier, error)
             self._device.allocator.release(job.receipt)
             if isinstance(error, DamagedHostBytes):
                 self._spoiled(job.receipt.entries)
             count += 1
         return count
+
+    @staticmethod
+    def _ended(job: _Job, end: Callable[[_Job], None]) -> Exception | None:
+        """Ends a job; the reason, where the books refuse it."""
+        try:
+            end(job)
+        except EntryError as error:
+            return error
+        return None
 
     def _failed(self, tier: Tier, error: BaseException) -> None:
         self._counters.note_failed_store(tier, error)

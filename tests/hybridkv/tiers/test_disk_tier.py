@@ -214,6 +214,16 @@ def test_a_damaged_snapshot_goes_alone(world):
     assert (world.mover.store.blocks, world.mover.store.snapshots) == (8, 1)
 
 
+def test_what_lost_its_place_just_before_the_end_is_removed_too(tmp_path):
+    world = World(disk=pools(32), path=tmp_path / "s", by_hand=False)
+    world.publish(IDS, snapshots=(8,))
+    world.stored()
+    world.allocator.evict(blocks=3, tier=Tier.DISK)
+    assert world.mover.close(timeout_s=10)
+    world = World(disk=pools(32), path=tmp_path / "s")
+    assert len(world.run(IDS)) == 5
+
+
 def test_a_request_that_waits_for_damage_is_failed_and_holds_nothing(world):
     world.damage_disk(int(world.run(IDS)[0]))
     requests = [world.begin(IDS) for _ in range(3)]

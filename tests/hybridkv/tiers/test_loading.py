@@ -4,7 +4,8 @@ import time
 
 import numpy as np
 import pytest
-from fake_device import BLOCK, MOVED, Hook, World, ids_of, pools, quick_segments
+from fake_device import BLOCK, MOVED, World, ids_of, pools, quick_segments
+from hand_workers import Hook
 
 from hybridkv.blocks.entries import Form, Tier
 from hybridkv.tiers.faults import Fault, Planned, Point, Schedule
@@ -67,7 +68,9 @@ def test_a_read_that_fails_makes_a_plan_shorter(tmp_path, fault, point):
     # Points are reached once a block, but segments are read whole, and after each other.
     faults = Schedule([Planned(point=point, fault=fault, nth=2 if "segment" in point.value else 4)])
     if tier == Tier.DISK and fault is Fault.LOST_FILE:
-        faults = Hook(point, lambda nth: (_ for _ in ()).throw(FileNotFoundError()) if nth == 4 else 0)
+        faults = Hook(
+            point, lambda nth: (_ for _ in ()).throw(FileNotFoundError()) if nth == 4 else 0
+        )
     world.mover._bringer._faults = faults
     if world.mover.store is not None:
         world.mover.store._faults = faults

@@ -284,3 +284,11 @@ def test_what_was_left_alone_goes_with_what_it_stands_on(tmp_path):
     assert all(world.there(world.run(new), Tier.DISK))
     assert world.mover.store.blocks == 5
     assert world.mover.store.snapshots == 0
+
+
+def test_a_store_with_fewer_places_than_a_prompt_takes_its_beginning(tmp_path):
+    ids = ids_of(9, 1)
+    world = World(disk=pools(5), path=tmp_path / "s")
+    world.publish(ids)
+    world.stored()
+    assert world.there(world.run(ids), Tier.DISK) == [True] * 5 + [False] * 4

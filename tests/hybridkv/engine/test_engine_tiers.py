@@ -1,0 +1,239 @@
+"""Requests whose prefix is on the host or on disk: cold bits, no compilation, nobody waits."""
+
+import contextlib
+import threading
+import time
+
+import pytest
+from engines import BLOCKS, SLOTS, TILE, ids_of, same, task_of
+from hand_workers import Hook
+from tiered import with_tiers
+
+from hybridkv.blocks.entries import Form, Tier
+from hybridkv.blocks.invariants import check
+from hybridkv.engine.requests import Finish
+from hybridkv.engine.scheduler import Stage
+from hybridkv.prefixes.policy import DENSE
+from hybridkv.tiers.faults import NO_FAULTS, Point
+
+IDS, NEW = ids_of(5 * TILE + 3, seed=1), 6
+OTHER = ids_of(20, seed=2)
+NOBODY = 1e9
+"""Seconds of a deadline that never comes."""
+
+
+@contextlib.contextmanager
+def tiers(lab, path, *, restore_s=NOBODY, **more):
+    """The lab's engine over three tiers; what it waits for happens in real time."""
+    engine = lab.engine
+    with with_tiers(engine.runner, path / "store", **more) as mover:
+        engine.reset()
+        lab.change(restores=mover, restore_s=restore_s)
+        virtual, engine._sleep = engine._sleep, lambda s: (time.sleep(1e-3), lab.time.sleep(s))
+        try:
+            yield mover
+        finally:
+            engine._sleep = virtual
+            check(engine.runner.allocator)
+            assert not engine.runner.allocator.reservations.left
+
+
+def put(lab, mover, tier):
+    """Computes the prompt and leaves it on one tier."""
+    lab.finish(lab.submit(IDS, NEW, policy=DENSE))
+    lab.engine.drain()
+    assert mover.flush(timeout_s=30)
+    allocator = lab.engine.runner.allocator
+    for gone in Tier:
+        if gone < tier:
+            for form, many in ((Form.SNAPSHOT, "snapshots"), (Form.BLOCK, "blocks")):
+                allocator.evict(tier=gone, **{many: allocator.evictable(form, gone)})
+    counters = lab.engine.counters
+    counters.restores = counters.reused_tokens = 0
+    mover.counters.loaded = dict.fromkeys(Tier, 0)
+
+
+class Gate:
+    """Holds a worker where it reads."""
+
+    def __init__(self, mover, point=Point.HOST_LOAD):
+        self.open, self.reached = threading.Event(), threading.Event()
+        self.mover = mover
+        mover._bringer._faults = Hook(point, self.wait)
+
+    def wait(self, nth):
+        del nth
+        self.reached.set()
+        assert self.open.wait(30)
+
+    def free(self):
+        self.open.set()
+        self.mover._bringer._faults = NO_FAULTS
+
+
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
+def test_a_restored_prompt_has_the_bits_of_a_cold_one_and_compiles_nothing(lab, tmp_path, tier):
+    alone = lab.alone(IDS, NEW)
+    with tiers(lab, tmp_path) as mover:
+        put(lab, mover, tier)
+        handle = lab.submit(IDS, NEW)
+        lab.steps(1)
+        assert task_of(handle).stage is Stage.RESTORING
+        lab.finish(handle)
+        assert same(handle.output, alone)
+        assert (handle.output.reused, handle.output.exact) == (5 * TILE, True)
+        assert mover.counters.loaded[tier] == 6
+        counters = lab.engine.counters
+        assert (counters.restores, counters.failed_restores, counters.late_restores) == (1, 0, 0)
+        assert counters.compilations == 0
+
+
+def test_another_process_goes_on_from_the_store(lab, tmp_path):
+    alone = lab.alone(IDS, NEW)
+    with tiers(lab, tmp_path) as mover:
+        put(lab, mover, Tier.DISK)
+    with tiers(lab, tmp_path) as mover:
+        handle = lab.submit(IDS, NEW)
+        lab.finish(handle)
+        assert same(handle.output, alone)
+        assert handle.output.reused == 5 * TILE
+        assert mover.counters.loaded[Tier.DISK] == 6
+        # And once more, from the device.
+        again = lab.submit(IDS, NEW)
+        lab.finish(again)
+        assert same(again.output, alone)
+        assert mover.counters.loads == 1
+
+
+def test_the_batch_goes_on_while_a_prefix_is_read(lab, tmp_path):
+    alone, other = lab.alone(IDS, NEW), lab.alone(OTHER, 8)
+    with tiers(lab, tmp_path) as mover:
+        put(lab, mover, Tier.HOST)
+        gate = Gate(mover)
+        handle = lab.submit(IDS, NEW)
+        lab.steps(1)
+        assert gate.reached.wait(30)
+        others = [lab.submit(OTHER, 8) for _ in range(SLOTS)]
+        lab.finish(*others, limit=60)
+        assert all(same(each.output, other) for each in others)
+        assert task_of(handle).stage is Stage.RESTORING
+        assert not handle.output.tokens
+        gate.free()
+        lab.finish(handle)
+        assert same(handle.output, alone)
+        assert handle.output.reused == 5 * TILE
+
+
+def test_one_that_comes_too_late_is_computed_and_what_comes_then_hurts_nobody(lab, tmp_path):
+    alone = lab.alone(IDS, NEW)
+    with tiers(lab, tmp_path, restore_s=10.0) as mover:
+        put(lab, mover, Tier.HOST)
+        gate = Gate(mover)
+        handle = lab.submit(IDS, NEW)
+        lab.steps(1)
+        assert gate.reached.wait(30)
+        lab.time.now += 10.0
+        lab.finish(handle)
+        assert same(handle.output, alone)
+        assert handle.output.reused == 0
+        assert lab.engine.counters.late_restores == 1
+        gate.free()
+        again = lab.submit(IDS, NEW)
+        lab.finish(again)
+        assert same(again.output, alone)
+
+
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
+def test_one_that_is_cancelled_gives_its_room_back_at_once(lab, tmp_path, tier):
+    with tiers(lab, tmp_path) as mover:
+        put(lab, mover, tier)
+        gate = Gate(mover, Point.HOST_LOAD if tier == Tier.HOST else Point.DISK_LOAD)
+        handle = lab.submit(IDS, NEW)
+        lab.steps(1)
+        assert gate.reached.wait(30)
+        assert handle.cancel()
+        allocator = lab.engine.runner.allocator
+        assert allocator.available(Form.BLOCK) == BLOCKS
+        assert not allocator.reservations.left
+        assert not mover._loads
+        gate.free()
+        assert handle.output.finish is Finish.CANCELLED
+        assert mover.flush(timeout_s=30)
+
+
+def test_two_requests_for_one_prefix_read_it_once(lab, tmp_path):
+    alone = lab.alone(IDS, NEW)
+    with tiers(lab, tmp_path) as mover:
+        put(lab, mover, Tier.HOST)
+        gate = Gate(mover)
+        first, second = lab.submit(IDS, NEW), lab.submit(IDS, NEW)
+        lab.steps(1)
+        assert gate.reached.wait(30)
+        first.cancel()
+        gate.free()
+        lab.finish(second)
+        assert same(second.output, alone)
+        assert mover.counters.loaded[Tier.HOST] == 6
+
+
+def test_what_a_waiting_request_needs_is_read_ahead(lab, tmp_path):
+    alone = lab.alone(IDS, NEW)
+    with tiers(lab, tmp_path) as mover:
+        put(lab, mover, Tier.DISK)
+        handle = lab.submit(IDS, NEW)  # and no turn
+        end = time.monotonic() + 30
+        while not mover._prefetched.bytes_used:
+            assert time.monotonic() < end
+            time.sleep(1e-3)
+        read = mover.counters.prefetched
+        assert read > 0
+        lab.finish(handle)
+        assert same(handle.output, alone)
+        assert handle.output.reused == 5 * TILE
+        assert mover._prefetched.bytes_used == 0
+
+
+def test_damage_costs_a_hit_and_no_bit(lab, tmp_path):
+    alone = lab.alone(IDS, NEW)
+    with tiers(lab, tmp_path) as mover:
+        put(lab, mover, Tier.DISK)
+        for file in (tmp_path / "store" / "segments").rglob("c/*/*"):
+            data = bytearray(file.read_bytes())
+            data[len(data) // 2] ^= 1
+            file.write_bytes(data)
+        handle = lab.submit(IDS, NEW)
+        lab.finish(handle)
+        assert same(handle.output, alone)
+        assert mover.counters.spoiled[Tier.DISK] > 0
+        assert lab.engine.counters.failed_restores == 1
+        again = lab.submit(IDS, NEW)
+        lab.finish(again)
+        assert same(again.output, alone)
+
+
+@pytest.mark.parametrize("when", ["before", "while it is restored"])
+def test_an_engine_outlives_tiers_that_fail_in_every_turn(lab, tmp_path, monkeypatch, when):
+    alone = lab.alone(IDS, NEW)
+    with tiers(lab, tmp_path, restore_s=0.05) as mover:
+        put(lab, mover, Tier.HOST)
+
+        def broken():
+            raise OSError("the host is gone")
+
+        handle = None
+        if when != "before":
+            gate = Gate(mover)
+            handle = lab.submit(IDS, NEW)
+            lab.steps(1)
+            assert gate.reached.wait(30)
+            gate.free()
+        with monkeypatch.context() as patch:
+            patch.setattr(mover, "turn", broken)
+            handle = handle or lab.submit(IDS, NEW)
+            lab.finish(handle)
+        assert same(handle.output, alone)
+        assert lab.engine.counters.failed_restores > 0
+        assert lab.engine.counters.last_restore_error == "OSError: the host is gone"
+        again = lab.submit(IDS, NEW)
+        lab.finish(again)
+        assert same(again.output, alone)
