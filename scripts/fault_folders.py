@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator
 from fault_lab import Lab
 
 from hybridkv.blocks.entries import Tier
-from hybridkv.tiers import store_header, store_json
 from hybridkv.tiers.store import Store
-from hybridkv.tiers.store_folder import Folder
-from hybridkv.tiers.store_verify import verify
+from hybridkv.tiers.store import header as store_header
+from hybridkv.tiers.store import json as store_json
+from hybridkv.tiers.store.folder import Folder
+from hybridkv.tiers.store.verify import verify
 from hybridkv.tiers.storing import PAUSE_S
 
 _NOBODY = 65534

@@ -37,7 +37,7 @@ from hybridkv.state.packing import block_spans, snapshot_spans
 from hybridkv.tiers.faults import NO_FAULTS, Faults
 from hybridkv.tiers.mover import Mover
 from hybridkv.tiers.options import TierOptions
-from hybridkv.tiers.store_records import StoreLayout
+from hybridkv.tiers.store.records import StoreLayout
 from models.deepseek_v4.runtime import DeepseekV4Runtime
 from models.deepseek_v4.toy import toy_model
 

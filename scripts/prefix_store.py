@@ -33,11 +33,11 @@ from hybridkv.blocks.entries import Tier
 from hybridkv.engine.generate import default_options
 from hybridkv.engine.runner import Runner, RunnerOptions
 from hybridkv.state.capacity import Capacity
-from hybridkv.tiers import store_verify
 from hybridkv.tiers.store import Store
-from hybridkv.tiers.store_folder import Folder
-from hybridkv.tiers.store_prune import prune
-from hybridkv.tiers.store_records import Problem, StoredExtension, StoreError
+from hybridkv.tiers.store import verify as store_verify
+from hybridkv.tiers.store.folder import Folder
+from hybridkv.tiers.store.prune import prune
+from hybridkv.tiers.store.records import Problem, StoredExtension, StoreError
 
 _FLUSH_S = 120.0
 """Seconds that one prompt may take to be written."""

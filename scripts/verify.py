@@ -4,7 +4,7 @@
     python scripts/verify.py restore --tiers device,host,disk --policies all
     python scripts/verify.py poison | knockout | explore
     python scripts/verify.py engine --requests 1000
-    python scripts/verify.py crash | faults
+    python scripts/verify.py crash | faults | handoff
     python scripts/verify.py oracle tests/data/oracle/tiny_a
 
 ``restore`` compares digests of logits after a restore with those of a cold run, over random
@@ -18,7 +18,8 @@ requests together, with cancels and preemption in a small pool, and compares dig
 with those of each request alone. ``crash`` kills a process that writes a store at each write point
 and looks at what the next one finds. ``faults`` lets every injection point of the tiers fail while
 an engine is at work, turns a byte of each file of a store, and gives it folders that are no stores:
-all outputs are those of cold runs. ``oracle DIR`` compares a model's logits with those that another
+all outputs are those of cold runs. ``handoff`` decodes sequences whose prompts another process has
+computed. ``oracle DIR`` compares a model's logits with those that another
 implementation computed.
 """
 
@@ -36,6 +37,7 @@ import numpy as np
 import verify_crash
 import verify_engine
 import verify_faults
+import verify_handoff
 import verify_restore
 import verify_tiers
 from flax import nnx
@@ -301,6 +303,21 @@ def faults(args: argparse.Namespace) -> int:
     return _finish(args, ok, result)
 
 
+def handoff(args: argparse.Namespace) -> int:
+    """The ``handoff`` subcommand."""
+    models = args.model or ["deepseek_v4", "llama"]
+    results = {
+        m: verify_handoff.verify(m, cdiv(args.cases, len(models)), args.seed) for m in models
+    }
+    columns = [name for name in next(iter(results.values())) if name != "ok"]
+    command_line.print_table(
+        f"hand-off on {command_line.device_name()}: decoded in another process than the prompt",
+        ["model", *columns],
+        [(model, *(result[name] for name in columns)) for model, result in results.items()],
+    )
+    return _finish(args, all(r["ok"] for r in results.values()), {"models": results})
+
+
 def _finish(args: argparse.Namespace, ok: bool, result: dict[str, Any]) -> int:
     command_line.write_json(args.json, {"ok": ok, "device": command_line.device_name(), **result})
     return 0 if ok else 1
@@ -362,7 +379,12 @@ def main() -> int:
             help="for all, about",
         )
         breaking.set_defaults(run=run)
-    for command in ("restore", "poison", "knockout", "explore", "engine", "crash", "faults"):
+    moved = commands.add_parser("handoff", help="sequences that change the process")
+    moved.add_argument("--cases", type=_positive, default=80, help="about so many")
+    moved.add_argument("--model", action="append", choices=["deepseek_v4", "llama"])
+    moved.set_defaults(run=handoff)
+    checks = ("restore", "poison", "knockout", "explore", "engine", "crash", "faults", "handoff")
+    for command in checks:
         commands.choices[command].add_argument("--seed", type=int, default=0)
         commands.choices[command].add_argument("--json", metavar="FILE", help="write it here too")
     args = parser.parse_args(sys.argv[1:])

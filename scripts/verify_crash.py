@@ -31,7 +31,7 @@ import numpy as np
 from hybridkv.blocks.entries import Tier
 from hybridkv.tiers.faults import Fault, Planned, Point, Schedule
 from hybridkv.tiers.store import Store
-from hybridkv.tiers.store_records import Extension
+from hybridkv.tiers.store.records import Extension
 
 WRITES = (
     Point.LOCK,

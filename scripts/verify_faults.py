@@ -30,7 +30,7 @@ from hybridkv.blocks.entries import Tier
 from hybridkv.errors import UserError
 from hybridkv.tiers.faults import SENSIBLE, Fault, Planned, Point, Schedule
 from hybridkv.tiers.handoff_record import HandOff, HandOffRefused
-from hybridkv.tiers.store_records import ProblemKind
+from hybridkv.tiers.store.records import ProblemKind
 from hybridkv.tiers.storing import PAUSE_S
 
 BUDGET_S = 200

@@ -33,9 +33,9 @@ from hybridkv.prefixes.identity import Identity
 from hybridkv.prefixes.needs import block_kinds, snapshot_kinds
 from hybridkv.prefixes.plan import Miss, Plan, PlanOptions, plan_prefix
 from hybridkv.state.packing import block_spans, snapshot_spans, words_of
-from hybridkv.tiers import segments
 from hybridkv.tiers.mover import Mover, Ticket
 from hybridkv.tiers.options import NOTHING, TierOptions
+from hybridkv.tiers.store import segments
 
 GEOMETRY = toy_geometry()
 BLOCK = TILE = GEOMETRY.block_tokens

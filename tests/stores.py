@@ -10,7 +10,7 @@ from hybridkv.kinds import Kind
 from hybridkv.prefixes.hashing import TokenChain
 from hybridkv.prefixes.identity import Identity
 from hybridkv.tiers.store import Store
-from hybridkv.tiers.store_records import (
+from hybridkv.tiers.store.records import (
     BlockPlace,
     Extension,
     SnapshotAt,

@@ -33,8 +33,8 @@ from hybridkv.tiers import record
 from hybridkv.tiers.host import DamagedHostBytes
 from hybridkv.tiers.record import PrefixRefused, PrefixWords
 from hybridkv.tiers.record_parts import span_difference
-from hybridkv.tiers.store_folder import one_line
-from hybridkv.tiers.store_records import Damaged
+from hybridkv.tiers.store.folder import one_line
+from hybridkv.tiers.store.records import Damaged
 
 NAME = "prefix"
 """Of the checkpointable that ``save_prefix`` makes."""

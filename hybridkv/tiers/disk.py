@@ -21,7 +21,7 @@ from hybridkv.kinds import Kind
 from hybridkv.prefixes.directory import Directory
 from hybridkv.prefixes.needs import block_kinds, snapshot_kinds
 from hybridkv.tiers.store import Store
-from hybridkv.tiers.store_records import BlockPlace, Extension, StoredExtension
+from hybridkv.tiers.store.records import BlockPlace, Extension, StoredExtension
 
 
 @dataclasses.dataclass(kw_only=True)

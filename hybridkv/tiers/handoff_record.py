@@ -31,7 +31,6 @@ from hybridkv.errors import UserError
 from hybridkv.kinds import Kind
 from hybridkv.prefixes.hashing import DIGEST_BYTES
 from hybridkv.prefixes.identity import Identity
-from hybridkv.tiers import store_json
 from hybridkv.tiers.digests import CHECK_BYTES, digest, kind_digests, row_digests
 from hybridkv.tiers.faults import NO_FAULTS, Faults, Point
 from hybridkv.tiers.record_parts import (
@@ -41,8 +40,9 @@ from hybridkv.tiers.record_parts import (
     sizes_of,
     spans_of,
 )
-from hybridkv.tiers.store_folder import one_line
-from hybridkv.tiers.store_records import WORD_BYTES
+from hybridkv.tiers.store import json as store_json
+from hybridkv.tiers.store.folder import one_line
+from hybridkv.tiers.store.records import WORD_BYTES
 
 FORMAT = "hybridkv.handoff"
 FORMAT_VERSION = 1

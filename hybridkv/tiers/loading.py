@@ -25,9 +25,9 @@ from hybridkv.kinds import Kind
 from hybridkv.tiers.faults import Faults, Point
 from hybridkv.tiers.host import DamagedHostBytes, HostTier, HostWords
 from hybridkv.tiers.prefetch import Prefetched
-from hybridkv.tiers.store_folder import may_pass
-from hybridkv.tiers.store_reading import StoreReader
-from hybridkv.tiers.store_records import Damaged
+from hybridkv.tiers.store.folder import may_pass
+from hybridkv.tiers.store.reading import StoreReader
+from hybridkv.tiers.store.records import Damaged
 from hybridkv.tiers.worker import Future
 
 _LOOK_S = 0.01

@@ -37,7 +37,7 @@ from hybridkv.tiers.loading import Bringer, Load, LoadFailed, Part, Source
 from hybridkv.tiers.options import TierOptions
 from hybridkv.tiers.prefetch import Prefetched
 from hybridkv.tiers.store import Store
-from hybridkv.tiers.store_records import Damaged, StoredExtension, StoreError, StoreLayout
+from hybridkv.tiers.store.records import Damaged, StoredExtension, StoreError, StoreLayout
 from hybridkv.tiers.storing import Storing
 from hybridkv.tiers.tickets import Held, RestoreState
 from hybridkv.tiers.worker import Worker
@@ -384,13 +384,13 @@ class Mover:
             self._storing.add(chain)
 
     def flush(self, *, timeout_s: float) -> bool:
-        """Stores what waits, the deepest prefixes first; whether all was stored in time."""
+        """Stores what waits, the deepest prefixes first; whether all was, and no write failed."""
         self._storing.deepest_first()
         end = time.monotonic() + timeout_s
         while self.busy and time.monotonic() < end:
             if not self.turn():
                 time.sleep(1e-3)
-        return not self.busy
+        return not self.busy and not self._storing.paused
 
     def refresh(self) -> int:
         """A reader looks again at what the writer stored; returns the blocks that are new.

@@ -23,12 +23,12 @@ from hybridkv.errors import UserError
 from hybridkv.kinds import Kind
 from hybridkv.prefixes.hashing import DIGEST_BYTES, block_hashes
 from hybridkv.prefixes.identity import Identity
-from hybridkv.tiers import store_json
 from hybridkv.tiers.digests import CHECK_BYTES, row_digests
 from hybridkv.tiers.record_parts import identity_json, identity_of, sizes_of, spans_of
-from hybridkv.tiers.segments import start_read
-from hybridkv.tiers.store_folder import Folder, one_line
-from hybridkv.tiers.store_records import WORD_BYTES
+from hybridkv.tiers.store import json as store_json
+from hybridkv.tiers.store.folder import Folder, one_line
+from hybridkv.tiers.store.records import WORD_BYTES
+from hybridkv.tiers.store.segments import start_read
 
 FORMAT = "hybridkv.prefix"
 FORMAT_VERSION = 1

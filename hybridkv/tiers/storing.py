@@ -30,7 +30,7 @@ from hybridkv.tiers.device import DeviceSide
 from hybridkv.tiers.disk import DiskTier, Removals, spoil
 from hybridkv.tiers.faults import Faults, Point
 from hybridkv.tiers.host import DamagedHostBytes, HostTier, HostWords
-from hybridkv.tiers.store_records import Extension, SnapshotAt
+from hybridkv.tiers.store.records import Extension, SnapshotAt, StoreFullError
 from hybridkv.tiers.worker import Future, Worker
 
 MOST_BLOCKS = 64
@@ -53,6 +53,8 @@ class _Job:
     receipt: Receipt
     future: Future[Any]
     """Of HostWords on their way to the host, of sizes in bytes on their way to the disk."""
+    chain: TokenChain | None = None
+    """Whose extension it is, on its way to the disk."""
 
 
 class Storing:
@@ -83,6 +85,11 @@ class Storing:
         self._to_disk: collections.deque[_Job] = collections.deque()
         self._removing: tuple[Removals, Future[None]] | None = None
         self._paused_until = dict.fromkeys(Tier, -float("inf"))
+
+    @property
+    def paused(self) -> bool:
+        """Whether nothing is stored now because a write has failed."""
+        return max(self._paused_until.values()) > self._clock()
 
     @property
     def busy(self) -> bool:
@@ -257,7 +264,8 @@ class Storing:
             store.commit(extension, arrays[:count], arrays[count:])
             return [each.nbytes for each in arrays]
 
-        self._to_disk.append(_Job(receipt=receipt, future=self._writer.submit(write)))
+        future = self._writer.submit(write)
+        self._to_disk.append(_Job(receipt=receipt, future=future, chain=chain))
         return True
 
     def _fill_extension(
@@ -450,8 +458,26 @@ class Storing:
             self._device.allocator.release(job.receipt)
             if isinstance(error, DamagedHostBytes):
                 self._spoiled(job.receipt.entries)
+            if isinstance(error, StoreFullError) and job.chain is not None:
+                self._make_disk_room(job.chain)
             count += 1
         return count
+
+    def _make_disk_room(self, chain: TokenChain) -> None:
+        """The store's bytes are used up: gives up what is worth least, and tries again.
+
+        Where nothing but the prefix itself could go, writing pauses as after any failure.
+        """
+        allocator = self._device.allocator
+        held = allocator.lease(self._device.directory.find(chain).entries)
+        try:
+            count = min(allocator.evictable(Form.BLOCK, Tier.DISK), MOST_BLOCKS)
+            if count:
+                allocator.evict(blocks=count, tier=Tier.DISK)
+                self._paused_until[Tier.DISK] = -float("inf")
+                self._for_disk[id(chain)] = chain
+        finally:
+            allocator.release(held)
 
     @staticmethod
     def _ended(job: _Job, end: Callable[[_Job], None]) -> Exception | None:

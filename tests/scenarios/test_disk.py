@@ -18,7 +18,7 @@ from hybridkv.prefixes.policy import DENSE
 from hybridkv.state.packing import block_spans, snapshot_spans
 from hybridkv.tiers.faults import Fault, Planned, Point, Schedule
 from hybridkv.tiers.store import Store
-from hybridkv.tiers.store_records import Damaged, StoreError, StoreLayout, StoreWriteError
+from hybridkv.tiers.store.records import Damaged, StoreError, StoreLayout, StoreWriteError
 from hybridkv.tiers.tickets import RestoreState
 
 IDS = ids_of(8, 1)

@@ -9,8 +9,9 @@ import pytest
 
 from hybridkv.kinds import Kind
 from hybridkv.prefixes.identity import Identity
-from hybridkv.tiers import record, store_json
+from hybridkv.tiers import record
 from hybridkv.tiers.record import PrefixRefused, PrefixWords
+from hybridkv.tiers.store import json as store_json
 
 BLOCK = 16
 IDENTITY = Identity(geometry="g", weights="w", layout="l", numerics="n", extra=(("a", "é"),))

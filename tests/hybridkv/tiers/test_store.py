@@ -12,10 +12,11 @@ from hybridkv import geometry
 from hybridkv.errors import UserError
 from hybridkv.kinds import Kind
 from hybridkv.prefixes.identity import Identity
-from hybridkv.tiers import store_header, store_json
 from hybridkv.tiers.faults import Fault, Planned, Point, Schedule
 from hybridkv.tiers.store import Store
-from hybridkv.tiers.store_records import (
+from hybridkv.tiers.store import header as store_header
+from hybridkv.tiers.store import json as store_json
+from hybridkv.tiers.store.records import (
     Damaged,
     ProblemKind,
     StoreError,

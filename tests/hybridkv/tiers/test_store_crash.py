@@ -10,9 +10,9 @@ import stores
 from places import REPOSITORY
 from stores import Crash, extension, open_store, tokens
 
-from hybridkv.tiers import segments
 from hybridkv.tiers.faults import SENSIBLE, Fault, Planned, Point, Schedule
-from hybridkv.tiers.store_records import Damaged, StoreError, StoreWriteError
+from hybridkv.tiers.store import segments
+from hybridkv.tiers.store.records import Damaged, StoreError, StoreWriteError
 
 IDS = tokens(7)
 WRITES = [

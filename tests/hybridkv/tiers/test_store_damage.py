@@ -9,9 +9,11 @@ import pytest
 import stores
 from stores import extension, open_store, tokens
 
-from hybridkv.tiers import segments, store_json, store_verify
-from hybridkv.tiers.store_folder import Folder
-from hybridkv.tiers.store_records import Damaged, ProblemKind, StoreError
+from hybridkv.tiers.store import json as store_json
+from hybridkv.tiers.store import segments
+from hybridkv.tiers.store import verify as store_verify
+from hybridkv.tiers.store.folder import Folder
+from hybridkv.tiers.store.records import Damaged, ProblemKind, StoreError
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ import pytest
 import stores
 from stores import extension, open_store, tokens
 
-from hybridkv.tiers import store_header
 from hybridkv.tiers.faults import Fault, Planned, Point, Schedule
-from hybridkv.tiers.store_folder import Folder, may_pass, one_line
-from hybridkv.tiers.store_records import Damaged, StoreError, StoreWriteError
+from hybridkv.tiers.store import header as store_header
+from hybridkv.tiers.store.folder import Folder, may_pass, one_line
+from hybridkv.tiers.store.records import Damaged, StoreError, StoreWriteError
 
 IDS = tokens(6)
 

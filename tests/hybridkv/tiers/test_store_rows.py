@@ -10,10 +10,11 @@ import pytest
 import stores
 from stores import extension, open_store, tokens
 
-from hybridkv.tiers import segments, store_json
-from hybridkv.tiers.store_buffers import ALIGNMENT, Buffers
-from hybridkv.tiers.store_records import Damaged
-from hybridkv.tiers.store_writing import Writer
+from hybridkv.tiers.store import json as store_json
+from hybridkv.tiers.store import segments
+from hybridkv.tiers.store.buffers import ALIGNMENT, Buffers
+from hybridkv.tiers.store.records import Damaged
+from hybridkv.tiers.store.writing import Writer
 
 
 @pytest.fixture(scope="module")

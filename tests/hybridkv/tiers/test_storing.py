@@ -292,3 +292,28 @@ def test_a_store_with_fewer_places_than_a_prompt_takes_its_beginning(tmp_path):
     world.publish(ids)
     world.stored()
     assert world.there(world.run(ids), Tier.DISK) == [True] * 5 + [False] * 4
+
+
+def test_a_store_whose_bytes_are_used_up_gives_up_what_is_worth_least(tmp_path):
+    """Places are left, bytes are not: an old prefix goes, the new one is stored whole."""
+    old, new = ids_of(8, 1), ids_of(8, 2)
+    world = World(disk=pools(64), path=tmp_path / "s")
+    world.publish(old)
+    world.stored()
+    store = world.mover.store
+    store._capacity = store.bytes_used + 1000
+    world.publish(new)
+    world.stored()
+    assert all(world.there(world.run(new), Tier.DISK))
+    assert not any(world.there(world.run(old), Tier.DISK))
+    assert store.bytes_used <= store._capacity
+    assert world.mover.flush(timeout_s=1.0)
+
+
+def test_a_prefix_larger_than_the_store_is_not_tried_for_ever(tmp_path):
+    world = World(disk=pools(64), path=tmp_path / "s")
+    world.mover.store._capacity = world.mover.store.bytes_used + 1000
+    world.publish(ids_of(8, 1))
+    world.stored()
+    assert world.mover.counters.failed_stores[Tier.DISK] == 1
+    assert not world.mover.flush(timeout_s=1.0)

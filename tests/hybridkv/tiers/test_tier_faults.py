@@ -13,7 +13,7 @@ from fake_device import BLOCK, World, ids_of, pools, quick_segments
 from hybridkv.blocks.entries import Tier
 from hybridkv.prefixes.plan import Miss
 from hybridkv.tiers.faults import Fault, Planned, Point, Schedule
-from hybridkv.tiers.store_records import StoreError
+from hybridkv.tiers.store.records import StoreError
 from hybridkv.tiers.storing import PAUSE_S
 
 IDS = ids_of(8, 1)

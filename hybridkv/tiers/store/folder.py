@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from hybridkv.tiers.manifest import FileRecord
+from hybridkv.tiers.store.manifest import FileRecord
 
 _AT_ONCE = 4 * 2**20
 _PASSING = (

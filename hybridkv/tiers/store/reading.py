@@ -20,14 +20,14 @@ from jaxtyping import UInt32
 
 from hybridkv.kinds import Kind
 from hybridkv.prefixes.identity import Identity
-from hybridkv.tiers import store_verify
 from hybridkv.tiers.faults import Faults, Point
-from hybridkv.tiers.manifest import SEGMENTS, SNAPSHOTS, FolderRecord
-from hybridkv.tiers.store_folder import Folder, may_pass, one_line
-from hybridkv.tiers.store_header import FILE, Header
-from hybridkv.tiers.store_index import Index
-from hybridkv.tiers.store_loading import Loader
-from hybridkv.tiers.store_records import (
+from hybridkv.tiers.store import verify as store_verify
+from hybridkv.tiers.store.folder import Folder, may_pass, one_line
+from hybridkv.tiers.store.header import FILE, Header
+from hybridkv.tiers.store.index import Index
+from hybridkv.tiers.store.loading import Loader
+from hybridkv.tiers.store.manifest import SEGMENTS, SNAPSHOTS, FolderRecord
+from hybridkv.tiers.store.records import (
     BlockPlace,
     Damaged,
     Problem,
@@ -35,7 +35,7 @@ from hybridkv.tiers.store_records import (
     StoreError,
     StoreLayout,
 )
-from hybridkv.tiers.store_rows import Reading, RowReader, Rows
+from hybridkv.tiers.store.rows import Reading, RowReader, Rows
 
 _IN_FLIGHT = 4
 

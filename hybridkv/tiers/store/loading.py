@@ -6,13 +6,13 @@ r"""From a folder's manifests to an index: what is not whole is left out, with a
 Nothing is written or deleted here. Used by one thread at a time.
 """
 
-from hybridkv.tiers import manifest as manifests
 from hybridkv.tiers.faults import Faults, Point
-from hybridkv.tiers.manifest import MANIFESTS, Manifest
-from hybridkv.tiers.store_folder import Folder, one_line
-from hybridkv.tiers.store_header import Header
-from hybridkv.tiers.store_index import Index, RefusedError
-from hybridkv.tiers.store_records import Problem, ProblemKind, StoreError
+from hybridkv.tiers.store import manifest as manifests
+from hybridkv.tiers.store.folder import Folder, one_line
+from hybridkv.tiers.store.header import Header
+from hybridkv.tiers.store.index import Index, RefusedError
+from hybridkv.tiers.store.manifest import MANIFESTS, Manifest
+from hybridkv.tiers.store.records import Problem, ProblemKind, StoreError
 
 _ENDING = ".json"
 

@@ -24,17 +24,17 @@ import numpy as np
 from jaxtyping import UInt32
 
 from hybridkv.prefixes.identity import Identity
-from hybridkv.tiers import manifest as manifests
-from hybridkv.tiers import store_header
 from hybridkv.tiers.digests import kind_digests, row_digests
 from hybridkv.tiers.faults import NO_FAULTS, Faults, Point
-from hybridkv.tiers.manifest import MANIFESTS, Manifest
-from hybridkv.tiers.store_compact import rewrite
-from hybridkv.tiers.store_folder import Folder, one_line
-from hybridkv.tiers.store_header import Header
-from hybridkv.tiers.store_index import Index
-from hybridkv.tiers.store_reading import StoreReader
-from hybridkv.tiers.store_records import (
+from hybridkv.tiers.store import header as store_header
+from hybridkv.tiers.store import manifest as manifests
+from hybridkv.tiers.store.compact import rewrite
+from hybridkv.tiers.store.folder import Folder, one_line
+from hybridkv.tiers.store.header import Header
+from hybridkv.tiers.store.index import Index
+from hybridkv.tiers.store.manifest import MANIFESTS, Manifest
+from hybridkv.tiers.store.reading import StoreReader
+from hybridkv.tiers.store.records import (
     BlockPlace,
     Extension,
     Problem,
@@ -45,7 +45,7 @@ from hybridkv.tiers.store_records import (
     StoreLayout,
     StoreWriteError,
 )
-from hybridkv.tiers.store_writing import Writer, delete, orphans
+from hybridkv.tiers.store.writing import Writer, delete, orphans
 
 _IN_FLIGHT = 4
 

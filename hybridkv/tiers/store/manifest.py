@@ -21,9 +21,9 @@ from jaxtyping import UInt8
 
 from hybridkv.kinds import Kind
 from hybridkv.prefixes.hashing import DIGEST_BYTES, sha256_block
-from hybridkv.tiers import store_json
 from hybridkv.tiers.digests import CHECK_BYTES
-from hybridkv.tiers.store_records import (
+from hybridkv.tiers.store import json as store_json
+from hybridkv.tiers.store.records import (
     WORD_BYTES,
     BlockPlace,
     Extension,

@@ -14,10 +14,13 @@ from collections.abc import Container, Mapping, Sequence
 import numpy as np
 from jaxtyping import UInt32
 
-from hybridkv.tiers import manifest as manifests
-from hybridkv.tiers import segments, store_header
 from hybridkv.tiers.faults import Faults, Point
-from hybridkv.tiers.manifest import (
+from hybridkv.tiers.store import header as store_header
+from hybridkv.tiers.store import manifest as manifests
+from hybridkv.tiers.store import segments
+from hybridkv.tiers.store.folder import Folder
+from hybridkv.tiers.store.loading import Loader
+from hybridkv.tiers.store.manifest import (
     MANIFESTS,
     SEGMENTS,
     SNAPSHOTS,
@@ -26,9 +29,7 @@ from hybridkv.tiers.manifest import (
     Manifest,
     RawRange,
 )
-from hybridkv.tiers.store_folder import Folder
-from hybridkv.tiers.store_loading import Loader
-from hybridkv.tiers.store_records import BlockPlace, StoreLayout
+from hybridkv.tiers.store.records import BlockPlace, StoreLayout
 
 _POINTS = {SEGMENTS: Point.WRITE_SEGMENT, SNAPSHOTS: Point.WRITE_SNAPSHOT}
 

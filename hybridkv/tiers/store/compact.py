@@ -10,10 +10,10 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import UInt32
 
-from hybridkv.tiers.manifest import SEGMENTS, Manifest
-from hybridkv.tiers.store_index import Index
-from hybridkv.tiers.store_records import BlockPlace, Damaged
-from hybridkv.tiers.store_writing import Writer
+from hybridkv.tiers.store.index import Index
+from hybridkv.tiers.store.manifest import SEGMENTS, Manifest
+from hybridkv.tiers.store.records import BlockPlace, Damaged
+from hybridkv.tiers.store.writing import Writer
 
 
 def sparse(index: Index) -> list[str]:

@@ -5,13 +5,13 @@ Needs no model and no lock; while a writer is at work, what it just made or dele
 
 from collections.abc import Callable
 
-from hybridkv.tiers import store_header
 from hybridkv.tiers.faults import NO_FAULTS
-from hybridkv.tiers.manifest import MANIFESTS, FileRecord
-from hybridkv.tiers.store_folder import Folder, one_line
-from hybridkv.tiers.store_header import FILE, LOCK
-from hybridkv.tiers.store_loading import Loader, id_of
-from hybridkv.tiers.store_records import Problem, ProblemKind, StoreError
+from hybridkv.tiers.store import header as store_header
+from hybridkv.tiers.store.folder import Folder, one_line
+from hybridkv.tiers.store.header import FILE, LOCK
+from hybridkv.tiers.store.loading import Loader, id_of
+from hybridkv.tiers.store.manifest import MANIFESTS, FileRecord
+from hybridkv.tiers.store.records import Problem, ProblemKind, StoreError
 
 Progress = Callable[[int, int], None]
 """(bytes that were read, bytes in all)."""

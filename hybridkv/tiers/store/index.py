@@ -14,8 +14,8 @@ import heapq
 from collections.abc import Iterable, Iterator
 
 from hybridkv.kinds import Kind
-from hybridkv.tiers.manifest import SEGMENTS, SNAPSHOTS, FolderRecord, Manifest
-from hybridkv.tiers.store_records import BlockPlace, ProblemKind, StoreError
+from hybridkv.tiers.store.manifest import SEGMENTS, SNAPSHOTS, FolderRecord, Manifest
+from hybridkv.tiers.store.records import BlockPlace, ProblemKind, StoreError
 
 
 class RefusedError(ValueError):

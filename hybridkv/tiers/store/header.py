@@ -9,10 +9,10 @@ from typing import Any
 
 from hybridkv.kinds import Kind
 from hybridkv.prefixes.identity import Identity
-from hybridkv.tiers import store_json
-from hybridkv.tiers.manifest import MANIFESTS, SEGMENTS, SNAPSHOTS
-from hybridkv.tiers.store_folder import Folder, one_line
-from hybridkv.tiers.store_records import StoreError, StoreLayout, needed_kinds
+from hybridkv.tiers.store import json as store_json
+from hybridkv.tiers.store.folder import Folder, one_line
+from hybridkv.tiers.store.manifest import MANIFESTS, SEGMENTS, SNAPSHOTS
+from hybridkv.tiers.store.records import StoreError, StoreLayout, needed_kinds
 
 FORMAT = "hybridkv.store"
 STORE_VERSION = 1

@@ -17,12 +17,12 @@ import numpy as np
 from jaxtyping import UInt32
 
 from hybridkv.kinds import Kind
-from hybridkv.tiers import segments
 from hybridkv.tiers.digests import kind_digests
-from hybridkv.tiers.manifest import SEGMENTS, SNAPSHOTS, FolderRecord, RawRange
-from hybridkv.tiers.store_buffers import Buffers
-from hybridkv.tiers.store_folder import Folder
-from hybridkv.tiers.store_records import StoreLayout
+from hybridkv.tiers.store import segments
+from hybridkv.tiers.store.buffers import Buffers
+from hybridkv.tiers.store.folder import Folder
+from hybridkv.tiers.store.manifest import SEGMENTS, SNAPSHOTS, FolderRecord, RawRange
+from hybridkv.tiers.store.records import StoreLayout
 
 _THREADS = 4
 

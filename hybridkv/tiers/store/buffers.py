@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt32
 
-from hybridkv.tiers.store_records import WORD_BYTES
+from hybridkv.tiers.store.records import WORD_BYTES
 
 ALIGNMENT = 64
 """Bytes. Of every row's start, so that JAX on a CPU takes a row as it is."""

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt32
 
-from hybridkv.tiers.manifest import SEGMENTS, SNAPSHOTS
+from hybridkv.tiers.store.manifest import SEGMENTS, SNAPSHOTS
 
 LEAF: Mapping[str, str] = {SEGMENTS: "blocks", SNAPSHOTS: "snapshot"}
 """Name of the array in a checkpoint of each group of folders."""

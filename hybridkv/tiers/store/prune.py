@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from hybridkv.tiers.store import Store
-from hybridkv.tiers.store_records import StoreError
+from hybridkv.tiers.store.records import StoreError
 
 
 @dataclasses.dataclass(frozen=True)
