@@ -3,7 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 NEXT_BIN := .venv-next/bin
 PIP_FLAGS := --quiet --disable-pip-version-check
-# Test workers; compilation, which dominates, is mostly single-threaded.
+# Test workers; compilation, which dominates, is mostly single-threaded. Tests of one file go to one
+# worker, so that what they share is compiled once.
 JOBS ?= 2
 
 .PHONY: demo smollm2 test test-next lint format train mutants soak clean
@@ -19,13 +20,13 @@ smollm2: .venv/.smollm2
 	  --ask "How much does a new lamp cost?"
 
 test: .venv/.dev
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 # The same tests with the newest JAX, on the first Python >= 3.12 that runs; but for those of the
-# bookkeeping, which is numpy alone.
+# bookkeeping, which is numpy alone, and of the command lines, which call what the others test.
 test-next: .venv-next/.dev
-	$(NEXT_BIN)/python -m pytest -n $(JOBS) --ignore tests/hybridkv/blocks \
-	  --ignore tests/hybridkv/prefixes --ignore tests/scripts/test_mutants.py
+	$(NEXT_BIN)/python -m pytest -n $(JOBS) --dist loadfile --ignore tests/hybridkv/blocks \
+	  --ignore tests/hybridkv/prefixes --ignore tests/scripts
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

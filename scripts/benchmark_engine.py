@@ -144,7 +144,8 @@ class Bare:
 
     def __init__(self, runtime: DeepseekV4Runtime, capacity: Capacity) -> None:
         slots, vocab = capacity.slots, runtime.vocab_size
-        self.cache = assign_in_order(Cache.init(runtime.geometry, capacity, leaf.placement()))
+        cache = assign_in_order(Cache.init(runtime.geometry, capacity))
+        self.cache = jax.device_put(cache, leaf.placement())
         self.sampler = Sampler(vocab_size=vocab, slots=slots)
         self.state = self.sampler.warm_up(
             self.sampler.init_state(leaf.placement()), slots, placement=leaf.placement()

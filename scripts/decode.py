@@ -38,7 +38,7 @@ from hybridkv.errors import UserError
 from hybridkv.state.capacity import Capacity
 from models.text import Text
 
-COLUMNS = ["request", "prompt", "loaded", "reused", "replayed", "computed"]
+COLUMNS = ["request", "prompt", "reused", "replayed", "computed"]
 COLUMNS += ["first, ms", "new", "tokens/s"]
 
 
@@ -250,10 +250,7 @@ def report(session: Session, rows: Sequence[tuple[str, Output]]) -> dict[str, An
         [
             (
                 row["title"],
-                *(
-                    row[key]
-                    for key in ("prompt_tokens", "loaded", "reused", "replayed", "computed")
-                ),
+                *(row[key] for key in ("prompt_tokens", "reused", "replayed", "computed")),
                 f"{row['time_to_first_token_s'] * 1e3:.0f}",
                 row["new_tokens"],
                 f"{row['decode_tokens_per_second']:.1f}",
@@ -283,6 +280,8 @@ def _fields(title: str, output: Output) -> dict[str, Any]:
     why = output.reason
     if output.plan is not None and not why:
         why = output.plan.explain()
+        if output.loaded:
+            why += f"; {output.loaded} tokens came from other tiers"
     return {
         "title": title,
         "prompt_tokens": output.prompt_tokens,

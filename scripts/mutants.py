@@ -204,7 +204,7 @@ MUTANTS = (
     Mutant(
         "no snapshot where prompts part",
         "hybridkv/prefixes/policy.py",
-        "wanted.add(round_down(shared, tile))",
+        "known.add(round_down(shared, tile))",
         "pass",
         (T_POLICY,),
     ),

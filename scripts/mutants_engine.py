@@ -61,7 +61,7 @@ ENGINE_MUTANTS = (
     Mutant(
         "damaged parked bytes are used",
         PARKING,
-        "if _digest(parked.moves, parked.state) != parked.digest:",
+        "if digest_of(parked.moves, parked.state) != parked.digest:",
         "if False:",
         (T_PARKING,),
     ),

@@ -14,6 +14,7 @@ from hybridkv.engine.requests import Finish, Request
 from hybridkv.engine.scheduler import SchedulerOptions, Stage
 from hybridkv.errors import UserError
 from hybridkv.prefixes.policy import DENSE
+from hybridkv.state import leaf
 from hybridkv.state.batch import StepOptions
 from scenarios.counting import BLOCKS, LANES, SLOTS, pool_of
 from scenarios.runs import CountingModel, assert_at_rest, compilations, joined, tokens, used
@@ -81,7 +82,8 @@ def test_b130_the_next_request_of_a_slot_starts_from_nothing(lab, length):
     lab.finish(before)
     cache = lab.engine.runner.cache
     spoilt = jax.tree.map(
-        lambda x: jax.device_put(np.full(x.shape, np.nan, x.dtype)), cache.sequence
+        lambda x: jax.device_put(np.full(x.shape, np.nan, x.dtype), leaf.placement()),
+        cache.sequence,
     )
     lab.engine.runner.cache = dataclasses.replace(cache, sequence=spoilt)
     handle = lab.submit(ids, 10)
