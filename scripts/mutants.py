@@ -21,6 +21,7 @@ from typing import Any
 import command_line
 from mutant import Mutant
 from mutants_engine import ENGINE_MUTANTS
+from mutants_tiers import TIER_MUTANTS
 
 from hybridkv.errors import UserError
 
@@ -377,6 +378,7 @@ MUTANTS = (
         ("tests/hybridkv/state/test_tail.py",),
     ),
     *ENGINE_MUTANTS,
+    *TIER_MUTANTS,
 )
 
 

@@ -25,13 +25,15 @@ from hybridkv.tiers.host import HostTier
 @pytest.fixture(scope="module")
 def lab():
     """Around the engine that other tests compile too, which is as before afterwards."""
-    engine = toy_lab().engine
+    shared = toy_lab()
+    shared.renew()  # what others have compiled in this process is none of its compilations
+    engine = shared.engine
     sizes, counters = engine.runner.sizes, engine.counters
     lab = Lab(engine)
     yield lab
     lab.attach(None)
     engine.runner.sizes, engine.counters = sizes, counters
-    engine.reset()
+    shared.renew()
 
 
 @pytest.fixture(scope="module")

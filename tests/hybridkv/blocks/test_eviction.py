@@ -273,6 +273,19 @@ def test_seconds_per_byte_keeps_blocks_that_are_used_or_picked():
     assert gone(books) == [c, a, b]
 
 
+def test_what_a_slower_tier_has_too_is_worth_its_loading_only():
+    """Used most, and yet the first to go: it need not be computed again."""
+    policy = SecondsPerByte(**FLAT | {"block_seconds": 1.0}, copied_share=0.1)
+    books = Books(policy=policy, host=(1, 0))
+    (a,), (b,) = (books.chain(1) for _ in range(2))
+    books.copy(b, HOST)
+    books.touch(ids(b))
+    assert policy.value(books.entries, ids(a, b), 0.0).tolist() == [1.0, 0.2]
+    books.evict(blocks=1)
+    assert books.entries.place[:, b].tolist()[0] == NONE
+    assert books.entries.published[b]
+
+
 @pytest.mark.parametrize(
     "wrong", [{"block_bytes": 0}, {"snapshot_bytes": -1}, {"block_seconds": -1.0}]
 )
