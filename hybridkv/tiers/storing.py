@@ -293,7 +293,9 @@ class Storing:
         state = self._device.allocator.entries.state
         absent = state[Tier.DISK, run] == TierState.ABSENT
         first = int(np.argmax(absent)) if absent.any() else run.size
-        blocks = run[first : first + self._disk_room()]
+        room = self._disk_room()
+        self._counters.no_room[Tier.DISK] += not room and first < run.size
+        blocks = run[first : first + room]
         fit = self._storable(blocks)
         blocks = blocks[: blocks.size if fit.all() else int(np.argmin(fit))]
         snapshots = self._standing(run[: first + blocks.size])
