@@ -26,9 +26,16 @@ TIER_MUTANTS = (
         (T_STORING, T_DISK),
     ),
     Mutant(
+        "what is removed meanwhile passes for stored",
+        STORING,
+        "and not self._to_disk and self._removing is None:",
+        "and not self._to_disk:",
+        (T_STORING,),
+    ),
+    Mutant(
         "a full store is left as it is",
         STORING,
-        "count = min(allocator.evictable(Form.BLOCK, Tier.DISK), MOST_BLOCKS)",
+        "count = min(allocator.evictable(Form.BLOCK, Tier.DISK), wanted)",
         "count = 0",
         (T_STORING,),
     ),

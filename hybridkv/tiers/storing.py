@@ -136,8 +136,12 @@ class Storing:
         return False
 
     def _next_to_disk(self) -> bool:
-        """Starts to write one extension: its parent has to be committed before the next one."""
-        while self._for_disk and not self._to_disk:
+        """Starts to write one extension: its parent has to be committed before the next one.
+
+        Not while something is removed: what lost its place since then would be found in the store
+        by this write, and removed after it.
+        """
+        while self._for_disk and not self._to_disk and self._removing is None:
             key, chain = self._for_disk.popitem(last=False)
             with self._leased(chain) as run:
                 state = self._device.allocator.entries.state[Tier.HOST, run]
@@ -461,11 +465,11 @@ class Storing:
             if isinstance(error, DamagedHostBytes):
                 self._spoiled(job.receipt.entries)
             if isinstance(error, StoreFullError) and job.chain is not None:
-                self._make_disk_room(job.chain)
+                self._make_disk_room(job.chain, len(job.receipt.entries))
             count += 1
         return count
 
-    def _make_disk_room(self, chain: TokenChain) -> None:
+    def _make_disk_room(self, chain: TokenChain, wanted: int) -> None:
         """The store's bytes are used up: gives up what is worth least, and tries again.
 
         Where nothing but the prefix itself could go, writing pauses as after any failure.
@@ -473,7 +477,7 @@ class Storing:
         allocator = self._device.allocator
         held = allocator.lease(self._device.directory.find(chain).entries)
         try:
-            count = min(allocator.evictable(Form.BLOCK, Tier.DISK), MOST_BLOCKS)
+            count = min(allocator.evictable(Form.BLOCK, Tier.DISK), wanted)
             if count:
                 allocator.evict(blocks=count, tier=Tier.DISK)
                 self._paused_until[Tier.DISK] = -float("inf")

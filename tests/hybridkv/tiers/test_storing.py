@@ -317,3 +317,20 @@ def test_a_prefix_larger_than_the_store_is_not_tried_for_ever(tmp_path):
     world.stored()
     assert world.mover.counters.failed_stores[Tier.DISK] == 1
     assert not world.mover.flush(timeout_s=1.0)
+
+
+def test_what_lost_its_place_while_others_are_removed_is_not_taken_for_stored(tmp_path):
+    """It is still in the store when its prefix is stored again, and is removed after that."""
+    ids = ids_of(8, 1)
+    world = World(disk=pools(16), path=tmp_path / "s")
+    world.publish(ids)
+    world.stored()
+    world.allocator.evict(blocks=2, tier=Tier.DISK)
+    world.mover.turn()  # its removal waits for the writer
+    world.allocator.evict(blocks=2, tier=Tier.DISK)
+    world.mover.published(world.chain(ids))
+    world.stored()
+    run, store = world.run(ids), world.mover.store
+    assert all(world.there(run, Tier.DISK))
+    digests = world.entries.digest[run]
+    assert all(store.find(digest.tobytes()) is not None for digest in digests)
