@@ -23,10 +23,11 @@ test: .venv/.dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 # The same tests with the newest JAX, on the first Python >= 3.12 that runs; but for those of the
-# bookkeeping, which is numpy alone, and of the command lines, which call what the others test.
+# bookkeeping, which is numpy alone, and those of the command lines and of the field scenarios, which
+# put together what the others test.
 test-next: .venv-next/.dev
 	$(NEXT_BIN)/python -m pytest -n $(JOBS) --dist loadfile --ignore tests/hybridkv/blocks \
-	  --ignore tests/hybridkv/prefixes --ignore tests/scripts
+	  --ignore tests/hybridkv/prefixes --ignore tests/scripts --ignore tests/scenarios
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
