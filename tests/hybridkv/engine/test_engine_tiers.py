@@ -12,6 +12,7 @@ from tiered import with_tiers
 from hybridkv.blocks.entries import Form, Tier
 from hybridkv.blocks.invariants import check
 from hybridkv.engine.requests import Finish
+from hybridkv.engine.saving import SavedPrefix
 from hybridkv.engine.scheduler import Stage
 from hybridkv.prefixes.policy import DENSE
 from hybridkv.tiers.faults import NO_FAULTS, Point
@@ -237,3 +238,21 @@ def test_an_engine_outlives_tiers_that_fail_in_every_turn(lab, tmp_path, monkeyp
         again = lab.submit(IDS, NEW)
         lab.finish(again)
         assert same(again.output, alone)
+
+
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
+def test_a_prefix_is_saved_from_where_it_is(lab, tmp_path, tier):
+    """Not one of its bytes is on the device, and its bits are those of a cold run."""
+    alone = lab.alone(IDS, NEW)
+    with tiers(lab, tmp_path) as mover:
+        put(lab, mover, tier)
+        saved = SavedPrefix(lab.engine, IDS)
+        assert len(saved.tokens) == 5 * TILE
+        assert 5 * TILE in saved.positions
+        assert mover.counters.loaded == dict.fromkeys(Tier, 0)
+    lab.engine.reset()
+    assert saved.restore(lab.engine) == 5 * TILE
+    again = lab.submit(IDS, NEW)
+    lab.finish(again)
+    assert again.output.reused == 5 * TILE
+    assert same(again.output, alone)
