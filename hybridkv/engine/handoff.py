@@ -36,7 +36,7 @@ from hybridkv.state.logical import state_of, state_words, whole_cells
 from hybridkv.state.packing import block_spans, state_spans
 from hybridkv.state.sequence import SequenceState
 from hybridkv.tiers.handoff_record import HandOff, HandOffRefused
-from hybridkv.tiers.record_parts import span_difference
+from hybridkv.tiers.record_parts import why_foreign
 
 # A runner's sequence.
 
@@ -207,31 +207,22 @@ def _handoff(
 
 def _require_ours(runner: Runner, handoff: HandOff, namespace: str) -> TokenChain:
     """The prompt's chain, where the sequence is one that this runner can go on with."""
-    differences = runner.identity.differences(handoff.identity)
-    if differences:
-        raise HandOffRefused(
-            f"the sequence is of another identity ({', '.join(differences)} differ): give it to an "
-            "engine of the same model, steps and versions"
-        )
-    if handoff.root != runner.identity.root(namespace):
-        raise HandOffRefused(
-            f"the sequence is not of namespace {namespace!r}: pass the namespace of its sender"
-        )
     geometry = runner.model.geometry
-    for found, needed in (
-        (handoff.block_spans, block_spans(geometry)),
-        (handoff.state_spans, state_spans(geometry)),
-    ):
-        wrong = span_difference(found, needed)
-        if wrong is not None:
-            kind, reason = wrong
-            raise HandOffRefused(
-                f"the sequence can't be decoded from, {reason}: send it whole", kind
-            )
-    if handoff.block_tokens != geometry.block_tokens:
+    wrong = why_foreign(
+        handoff,
+        runner.identity,
+        namespace,
+        geometry.block_tokens,
+        (
+            (handoff.block_spans, block_spans(geometry)),
+            (handoff.state_spans, state_spans(geometry)),
+        ),
+    )
+    if wrong is not None:
         raise HandOffRefused(
-            f"the sequence has blocks of {handoff.block_tokens} tokens, not "
-            f"{geometry.block_tokens}: send it again"
+            f"the sequence is {wrong[0]}: send it whole, to an engine of the same model, steps and "
+            "versions, in its sender's namespace",
+            wrong[1],
         )
     as_tokens(handoff.tokens, runner.model.vocab_size)
     return runner.chain(handoff.prompt, namespace=namespace)

@@ -32,7 +32,7 @@ from hybridkv.state.packing import block_spans, snapshot_spans, words_of
 from hybridkv.tiers import record
 from hybridkv.tiers.host import DamagedHostBytes
 from hybridkv.tiers.record import PrefixRefused, PrefixWords
-from hybridkv.tiers.record_parts import span_difference
+from hybridkv.tiers.record_parts import why_foreign
 from hybridkv.tiers.store.folder import one_line
 from hybridkv.tiers.store.records import Damaged
 
@@ -306,27 +306,21 @@ def _moves(runner: Runner, places: np.ndarray) -> np.ndarray:
 
 def _require_ours(runner: Runner, words: PrefixWords, namespace: str) -> TokenChain:
     """The prefix's chain, where it is one that this runner can read."""
-    differences = runner.identity.differences(words.identity)
-    if differences:
-        raise PrefixRefused(
-            f"the prefix is of another identity ({', '.join(differences)} differ): it can't be "
-            "converted, compute its tokens again"
-        )
-    if words.root != runner.identity.root(namespace):
-        raise PrefixRefused(
-            f"the prefix is not of namespace {namespace!r}: pass the namespace it was saved from"
-        )
     geometry = runner.model.geometry
-    for found, needed in (
-        (words.block_spans, block_spans(geometry)),
-        (words.snapshot_spans, snapshot_spans(geometry)),
-    ):
-        wrong = span_difference(found, needed)
-        if wrong is not None:
-            raise PrefixRefused(f"the prefix is not whole, {wrong[1]}: compute its tokens again")
-    if words.block_tokens != geometry.block_tokens:
+    wrong = why_foreign(
+        words,
+        runner.identity,
+        namespace,
+        geometry.block_tokens,
+        (
+            (words.block_spans, block_spans(geometry)),
+            (words.snapshot_spans, snapshot_spans(geometry)),
+        ),
+    )
+    if wrong is not None:
         raise PrefixRefused(
-            f"the prefix has blocks of {words.block_tokens} tokens: compute it again"
+            f"the prefix is {wrong[0]}: it can't be converted; pass the namespace it was saved "
+            "from, or compute its tokens again"
         )
     if not runner.sizes.reuse:
         raise PrefixRefused("this runner publishes nothing: make it with reuse=True")

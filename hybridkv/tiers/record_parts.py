@@ -6,13 +6,34 @@ Only values; any thread.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 from hybridkv.kinds import Kind
 from hybridkv.prefixes.identity import Identity
 
 MOST_NUMBER = 2**48
+
+
+class Belonging(Protocol):
+    """What every record says of whose it is."""
+
+    @property
+    def identity(self) -> Identity:
+        """What its bytes depend on besides tokens and namespace."""
+        ...
+
+    @property
+    def root(self) -> bytes:
+        """``identity.root(namespace)``."""
+        ...
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+        ...
+
+
 _PARTS = ("geometry", "weights", "layout", "numerics")
 
 
@@ -47,6 +68,36 @@ def span_difference(
     for kind in found:
         if kind not in needed:
             return kind, f"it has {kind.name}, which this model lacks"
+    return None
+
+
+def why_foreign(
+    record: Belonging,
+    identity: Identity,
+    namespace: str,
+    block_tokens: int,
+    spans: Iterable[tuple[Mapping[Kind, slice], Mapping[Kind, slice]]],
+) -> tuple[str, Kind | None] | None:
+    """Why a record can't be read by whoever has this identity, and the kind to blame for it.
+
+    Args:
+      record: whose bytes are to be used.
+      identity: of the reader.
+      namespace: that the reader asks for.
+      block_tokens: tokens of the reader's blocks.
+      spans: pairs of what the record has and what the reader needs.
+    """
+    differences = identity.differences(record.identity)
+    if differences:
+        return f"of another identity ({', '.join(differences)} differ)", None
+    if record.root != identity.root(namespace):
+        return f"not of namespace {namespace!r}", None
+    for found, needed in spans:
+        wrong = span_difference(found, needed)
+        if wrong is not None:
+            return f"not whole, {wrong[1]}", wrong[0]
+    if record.block_tokens != block_tokens:
+        return f"of blocks of {record.block_tokens} tokens, not {block_tokens}", None
     return None
 
 
