@@ -12,6 +12,7 @@ from hybridkv.blocks.entries import Tier
 from hybridkv.blocks.eviction import EvictionPolicy, SecondsPerByte
 from hybridkv.engine.steps import (
     MOVED_BLOCKS,
+    NOWHERE,
     BlockWords,
     LaneTile,
     Steps,
@@ -48,7 +49,7 @@ def measure_cost(
         cache = steps.admit(cache, snapshots, slot=nowhere, table=table, length=0, place=0)
         cache.lengths.block_until_ready()
 
-    places = np.full(MOVED_BLOCKS, np.iinfo(np.int32).max, np.int32)
+    places = np.full(MOVED_BLOCKS, NOWHERE, np.int32)
     pinned = _pinned(steps.read_blocks(cache, places))
 
     def load() -> None:

@@ -20,7 +20,7 @@ from hybridkv.blocks.pools import NoRoom
 from hybridkv.blocks.transitions import TierState
 from hybridkv.engine.runner import Runner
 from hybridkv.engine.sequence import NoSlot, Sequence
-from hybridkv.engine.steps import MOVED_BLOCKS, to_device
+from hybridkv.engine.steps import MOVED_BLOCKS, in_moves, to_device
 from hybridkv.errors import UserError
 from hybridkv.prefixes.hashing import TokenChain
 from hybridkv.prefixes.plan import Miss, Plan
@@ -108,7 +108,7 @@ def copy_out(runner: Runner, sequence: Sequence) -> tuple[Moves, SequenceState]:
     try:
         state = runner.steps.read_state(runner.cache, sequence.slot)
         places = runner.allocator.entries.place[Tier.DEVICE, used]
-        copies = [runner.steps.read_blocks(runner.cache, part) for part in _parts(runner, places)]
+        copies = [runner.steps.read_blocks(runner.cache, part) for part in in_moves(places)]
         moves, state = jax.device_get((tuple(copies), state))
     finally:
         runner.allocator.release(fence)
@@ -176,7 +176,7 @@ def _write(runner: Runner, parked: Parked, sequence: Sequence) -> None:
     places = runner.allocator.entries.place[Tier.DEVICE, entries].copy()
     places[: len(sequence.shared.entries)] = runner.sizes.capacity.blocks  # written to nowhere
     used = places[: cdiv(parked.computed, runner.model.geometry.block_tokens)]
-    for part, blocks in zip(_parts(runner, used), parked.moves, strict=True):
+    for part, blocks in zip(in_moves(used), parked.moves, strict=True):
         if (part < runner.sizes.capacity.blocks).any():
             runner.cache = runner.steps.write_blocks(runner.cache, to_device(blocks), part)
     runner.cache = runner.steps.write_state(
@@ -186,15 +186,6 @@ def _write(runner: Runner, parked: Parked, sequence: Sequence) -> None:
         table=runner.table(sequence),
         length=parked.computed,
     )
-
-
-def _parts(runner: Runner, places: np.ndarray) -> list[np.ndarray]:
-    """Groups of ``MOVED_BLOCKS`` places; the last is filled up with places past the pool."""
-    padded = np.full(
-        cdiv(len(places), MOVED_BLOCKS) * MOVED_BLOCKS, runner.sizes.capacity.blocks, np.int32
-    )
-    padded[: len(places)] = places
-    return list(padded.reshape(-1, MOVED_BLOCKS))
 
 
 def digest_of(moves: Moves, state: SequenceState) -> bytes:

@@ -18,14 +18,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from hybridkv.arithmetic import cdiv
 from hybridkv.blocks.entries import NONE, Form, Tier, kind_bits
 from hybridkv.blocks.leases import Receipt
 from hybridkv.blocks.pools import NeverFits, NoRoom
 from hybridkv.blocks.transitions import TierState
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.runner import Runner
-from hybridkv.engine.steps import MOVED_BLOCKS, to_device
+from hybridkv.engine.steps import MOVED_BLOCKS, in_moves, to_device
 from hybridkv.prefixes.hashing import TokenChain
 from hybridkv.prefixes.needs import block_kinds, snapshot_kinds
 from hybridkv.state.packing import block_spans, snapshot_spans, words_of
@@ -282,7 +281,7 @@ def _read(runner: Runner, entries: np.ndarray, form: Form) -> np.ndarray:
 def _read_blocks(runner: Runner, entries: np.ndarray) -> np.ndarray:
     """uint32 ``[blocks, words]``."""
     places = runner.allocator.entries.place[Tier.DEVICE, entries]
-    copies = [runner.steps.read_blocks(runner.cache, part) for part in _moves(runner, places)]
+    copies = [runner.steps.read_blocks(runner.cache, part) for part in in_moves(places)]
     return np.stack([words for copy in jax.device_get(copies) for words in copy][: len(entries)])
 
 
@@ -291,14 +290,6 @@ def _read_snapshots(runner: Runner, entries: np.ndarray) -> np.ndarray:
     places = runner.allocator.entries.place[Tier.DEVICE, entries]
     copies = [runner.steps.read_snapshot(runner.snapshots, int(place)) for place in places]
     return np.stack(jax.device_get(copies))
-
-
-def _moves(runner: Runner, places: np.ndarray) -> np.ndarray:
-    """int32 ``[moves, MOVED_BLOCKS]``; what fills the last one up is past the pool."""
-    count = cdiv(len(places), MOVED_BLOCKS) * MOVED_BLOCKS
-    padded = np.full(count, runner.sizes.capacity.blocks, np.int32)
-    padded[: len(places)] = places
-    return padded.reshape(-1, MOVED_BLOCKS)
 
 
 # To the device.
@@ -378,7 +369,7 @@ def _write(
     """Bytes of new entries, in device order before anyone who could read them."""
     column = runner.allocator.entries.place[Tier.DEVICE]
     nothing = np.zeros(block_words.shape[1], np.uint32)
-    for number, part in enumerate(_moves(runner, column[blocks])):
+    for number, part in enumerate(in_moves(column[blocks])):
         rows = list(block_words[number * MOVED_BLOCKS : (number + 1) * MOVED_BLOCKS])
         rows += [nothing] * (MOVED_BLOCKS - len(rows))
         runner.cache = runner.steps.write_blocks(runner.cache, to_device(tuple(rows)), part)

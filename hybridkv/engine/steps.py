@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hybridkv.arithmetic import cdiv
 from hybridkv.engine.protocol import StepModel
 from hybridkv.errors import UserError
 from hybridkv.state import leaf
@@ -36,6 +37,8 @@ MOVED_BLOCKS = 8
 """Blocks that one read or write of blocks moves. More means fewer dispatches and more bytes moved
 for nothing at the end of a sequence."""
 
+NOWHERE = np.iinfo(np.int32).max
+"""A place past every pool."""
 
 BlockWords = tuple[jax.Array, ...]
 """``MOVED_BLOCKS`` arrays, uint32 ``[words]``, one a block."""
@@ -188,7 +191,7 @@ class Steps:
 
         What is written comes from the host, as it does when a parked sequence returns.
         """
-        nowhere = np.full(MOVED_BLOCKS, np.iinfo(np.int32).max, np.int32)
+        nowhere = np.full(MOVED_BLOCKS, NOWHERE, np.int32)
         blocks = jax.device_get(self.read_blocks(cache, nowhere))
         cache = self.write_blocks(cache, to_device(blocks), nowhere)
         state = jax.device_get(self.read_state(cache, cache.slots))
@@ -216,6 +219,16 @@ def to_device(tree: Any) -> Any:
     """Host arrays committed to the default device, as every write of a step takes them."""
     here = leaf.placement()
     return jax.tree.map(lambda x: jax.device_put(x, here), tree)
+
+
+def in_moves(places: np.ndarray) -> np.ndarray:
+    """Places by as many as move at once, int32 ``[moves, MOVED_BLOCKS]``.
+
+    What fills up the last move is past every pool: it reads something finite and writes nothing.
+    """
+    padded = np.full(cdiv(len(places), MOVED_BLOCKS) * MOVED_BLOCKS, NOWHERE, np.int32)
+    padded[: len(places)] = places
+    return padded.reshape(-1, MOVED_BLOCKS)
 
 
 def _places(places: np.ndarray) -> np.ndarray:
