@@ -295,8 +295,8 @@ class Storing:
         missing block on, as far as all are exact and whole above the disk.
         """
         state = self._device.allocator.entries.state
-        absent = state[Tier.DISK, run] == TierState.ABSENT
-        first = int(np.argmax(absent)) if absent.any() else run.size
+        there = state[Tier.DISK, run] == TierState.PRESENT  # not while a place is given back
+        first = run.size if there.all() else int(np.argmin(there))
         room = self._disk_room()
         self._counters.no_room[Tier.DISK] += not room and first < run.size
         blocks = run[first : first + room]

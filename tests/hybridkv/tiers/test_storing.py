@@ -334,3 +334,25 @@ def test_what_lost_its_place_while_others_are_removed_is_not_taken_for_stored(tm
     assert all(world.there(run, Tier.DISK))
     digests = world.entries.digest[run]
     assert all(store.find(digest.tobytes()) is not None for digest in digests)
+
+
+def test_snapshots_are_not_stored_before_the_blocks_whose_write_failed(tmp_path):
+    """Somebody still reads the blocks, so that their places are given back later."""
+    ids = ids_of(6, 1)
+    world = World(disk=pools(64), path=tmp_path / "s")
+    store = world.mover.store
+    store._capacity = store.bytes_used + 1000
+    world.publish(ids, snapshots=(3, 6))
+    reader = world.allocator.lease(world.run(ids))
+    world.stored()
+    store._capacity = None
+    world.device.now += 2 * PAUSE_S
+    world.mover.published(world.chain(ids))
+    world.stored()
+    assert "StoreFullError" in world.mover.counters.last_error
+    assert world.mover.counters.failed_stores[Tier.DISK] == 1
+    world.allocator.release(reader)
+    world.mover.published(world.chain(ids))
+    world.stored()
+    assert all(world.there(world.run(ids), Tier.DISK))
+    assert world.there(world.snapshots(ids), Tier.DISK) == [True, True]
