@@ -128,6 +128,8 @@ class Mover:
             self._try_disk(stored)
         self._loads: dict[int, Load] = {}
         """By entry, while it is under way."""
+        self._left: list[Load] = []
+        """Given up while a worker was at them."""
         self._bringer = Bringer(
             self._host,
             self._store,
@@ -242,6 +244,7 @@ class Mover:
             # In this order: what comes between the two questions is seen by the second.
             if load.future is not None and load.future.done() and not load.ready:
                 self._end(load)
+        self._look_after()
         moved = left < self.options.moves_a_turn
         return self._storing.turn() or moved
 
@@ -291,11 +294,22 @@ class Mover:
             if seconds > 0:
                 self._measure(tier, load.bytes[tier] / seconds)
         if error is None:
+            self._left += [load] if load.future is not None and not load.future.done() else []
             return
-        self.counters.failed_loads += 1
-        self.counters.last_error = str(error)
+        self._note_failed(error)
         if isinstance(error, LoadFailed):
             self._spoiled(error.spoiled, keep=error.may_pass, kind=error.kind)
+
+    def _note_failed(self, error: BaseException) -> None:
+        self.counters.failed_loads += 1
+        self.counters.last_error = str(error)
+
+    def _look_after(self) -> None:
+        """What fails when nobody waits for it is told all the same; its entries may be others."""
+        for load in [load for load in self._left if load.future is None or load.future.done()]:
+            self._left.remove(load)
+            if load.failure is not None:
+                self._note_failed(load.failure)
 
     def _spoiled(self, sources: Sequence[Source], *, keep: bool, kind: Kind | None) -> None:
         """Copies that can't be used are forgotten, so that nobody tries them again.

@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 from fake_device import BLOCK, MOVED, World, ids_of, pools, quick_segments
+from hand_workers import Hook
 
 from hybridkv.blocks.entries import Form, Tier
 from hybridkv.blocks.pools import NoRoom
 from hybridkv.blocks.transitions import TierState
 from hybridkv.prefixes.plan import Miss
+from hybridkv.tiers.faults import Point
 from hybridkv.tiers.tickets import RestoreState
 
 IDS = ids_of(8, 1)
@@ -138,6 +140,26 @@ def test_the_last_who_leaves_ends_a_load_and_its_room_is_free_at_once(world):
     world.workers[0].step()
     world.mover.turn()
     assert world.device.writes == 0
+    world.at_rest()
+
+
+def test_what_fails_when_nobody_waits_any_more_is_told(world):
+    hold, ticket = world.begin(IDS)
+
+    def leave_and_fail(nth):
+        if nth == 2:
+            world.end(hold, ticket)
+            raise OSError("the disk went away")
+
+    world.mover._bringer._faults = Hook(Point.HOST_LOAD, leave_and_fail)
+    world.workers[0].step()
+    world.mover.turn()
+    counters = world.mover.counters
+    assert (counters.given_up, counters.failed_loads) == (1, 1)
+    assert "the disk went away" in counters.last_error
+    assert sum(counters.spoiled.values()) == 0
+    world.mover.turn()
+    assert counters.failed_loads == 1
     world.at_rest()
 
 
