@@ -121,6 +121,8 @@ class Engine:
         self._clock, self._sleep = clock, sleep
         self._tasks: dict[int, Task] = {}
         self._next, self._version, self._parked_bytes = 0, 0, 0
+        self._decode_seconds = 0.0
+        """Of the last turn's decode step; 0 where there was none."""
         self._idle = IdlePublisher(self.runner)
         self._guard = CompileGuard(mode="raise" if options.strict else "count")
         self._guard.arm()
@@ -308,7 +310,10 @@ class Engine:
         for ids in work.tiles:
             self._tile([self._tasks[id_] for id_ in ids if id_ in self._tasks])
         # A prompt that just ended decodes from the next turn on.
-        self._decode([self._tasks[id_] for id_ in work.decode if id_ in self._tasks])
+        decoding = [self._tasks[id_] for id_ in work.decode if id_ in self._tasks]
+        began = self._clock()
+        self._decode(decoding)
+        self._decode_seconds = self._clock() - began if decoding else 0.0
         busy = bool(work.tiles or work.decode)
         if not busy:
             busy = self._rest()
@@ -318,7 +323,7 @@ class Engine:
 
     def _turn_tiers(self) -> None:
         try:
-            self.runner.turn()
+            self.runner.turn(decode_seconds=self._decode_seconds)
         except Exception as error:  # whatever a tier does, prompts can be computed
             self.counters.note_failed_restore(error)
 

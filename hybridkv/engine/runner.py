@@ -29,7 +29,7 @@ from hybridkv.engine.numerics import numerics_id
 from hybridkv.engine.protocol import StepModel
 from hybridkv.engine.publisher import Publisher
 from hybridkv.engine.sequence import Hold, NoSlot, Sequence
-from hybridkv.engine.steps import LaneTile, Steps, tile_batch
+from hybridkv.engine.steps import MOVED_BLOCKS, LaneTile, Steps, tile_batch
 from hybridkv.errors import UserError
 from hybridkv.prefixes.checks import byte_alignment
 from hybridkv.prefixes.cost import BY_TILES, CostModel
@@ -417,9 +417,21 @@ class Runner:
         blocks = int((self.allocator.entries.form[loads] == Form.BLOCK).sum())
         return blocks * self.model.geometry.block_tokens
 
-    def turn(self) -> bool:
-        """Lets the tiers get on: once a turn of whoever runs sequences; whether anything moved."""
-        return self.mover is not None and self.mover.turn()
+    def turn(self, *, decode_seconds: float = 0.0) -> bool:
+        """Lets the tiers get on: once a turn of whoever runs sequences; whether anything moved.
+
+        Args:
+          decode_seconds: what the last decode step took, to be slowed by no more than
+            ``TierOptions.decode_share``; 0 where nothing decodes.
+        """
+        if self.mover is None:
+            return False
+        size = MOVED_BLOCKS * self.model.geometry.block_bytes
+        seconds = self.plan_options.cost.copy(Tier.HOST, size)
+        if not decode_seconds or not seconds:
+            return self.mover.turn()
+        share = self.mover.options.decode_share * decode_seconds
+        return self.mover.turn(at_most=max(int(share / seconds), 1))
 
     def prefetch(self, chain: TokenChain, *, namespace: str = "") -> None:
         """Starts to read what a prompt that waits would load from disk."""

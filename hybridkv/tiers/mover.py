@@ -230,12 +230,15 @@ class Mover:
             return Source(entry=entry, segment="gone")
         return Source(entry=entry, segment=found.segment, index=found.index)
 
-    def turn(self) -> bool:
+    def turn(self, *, at_most: int | None = None) -> bool:
         """Once a turn: writes what has come, ends what is done, starts what is next to store.
 
-        Returns whether anything moved. Takes no longer than ``moves_a_turn`` writes.
+        Returns whether anything moved. Takes no longer than ``moves_a_turn`` writes, or
+        ``at_most``.
         """
-        left, loads = self.options.moves_a_turn, self._under_way()
+        limit = self.options.moves_a_turn
+        left = limit = limit if at_most is None else min(at_most, limit)
+        loads = self._under_way()
         while left and (ready := [load for load in loads if load.ready and not load.ended]):
             for load in ready[:left]:  # in turn: a long load does not keep a short one
                 self._try_write(load, *load.ready.popleft())
@@ -245,7 +248,7 @@ class Mover:
             if load.future is not None and load.future.done() and not load.ready:
                 self._end(load)
         self._look_after()
-        moved = left < self.options.moves_a_turn
+        moved = left < limit
         return self._storing.turn() or moved
 
     def _under_way(self) -> list[Load]:

@@ -1,6 +1,7 @@
 """Requests whose prefix is on the host or on disk: cold bits, no compilation, nobody waits."""
 
 import contextlib
+import dataclasses
 import threading
 import time
 
@@ -14,6 +15,7 @@ from hybridkv.blocks.invariants import check
 from hybridkv.engine.requests import Finish
 from hybridkv.engine.saving import SavedPrefix
 from hybridkv.engine.scheduler import Stage
+from hybridkv.engine.steps import MOVED_BLOCKS
 from hybridkv.prefixes.policy import DENSE
 from hybridkv.tiers.faults import NO_FAULTS, Point
 
@@ -123,6 +125,28 @@ def test_the_batch_goes_on_while_a_prefix_is_read(lab, tmp_path):
         lab.finish(handle)
         assert same(handle.output, alone)
         assert handle.output.reused == 5 * TILE
+
+
+@pytest.mark.parametrize(
+    ("step_in_moves", "writes"), [(0.0, None), (0.1, 1), (19.9, 1), (41.0, 2), (1e3, 50)]
+)
+def test_writes_beside_a_decode_step_take_a_share_of_its_time(lab, tmp_path, step_in_moves, writes):
+    with tiers(lab, tmp_path) as mover:
+        runner, limits = lab.engine.runner, []
+        size = MOVED_BLOCKS * runner.model.geometry.block_bytes
+        costs = dataclasses.replace(runner.plan_options.cost, bytes_per_second={Tier.HOST: size})
+        before, runner.plan_options = (
+            runner.plan_options,
+            dataclasses.replace(runner.plan_options, cost=costs),
+        )
+        mover.turn = lambda **limit: limits.append(limit)  # one move takes a second
+        try:
+            runner.turn(decode_seconds=step_in_moves)
+        finally:
+            del mover.turn
+            runner.plan_options = before
+        assert mover.options.decode_share == 0.05
+        assert limits == [{"at_most": writes} if writes else {}]
 
 
 def test_one_that_comes_too_late_is_computed_and_what_comes_then_hurts_nobody(lab, tmp_path):

@@ -211,6 +211,8 @@ def test_a_turn_writes_no_more_than_it_may(world):
     world.workers[0].step()
     world.mover.turn()
     assert world.device.writes == 2 * MOVED
+    world.mover.turn(at_most=1)
+    assert world.device.writes == 8
     world.mover.turn()
     assert world.device.writes == 9
     world.end(hold, ticket)
