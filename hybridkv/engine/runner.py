@@ -431,7 +431,7 @@ class Runner:
         if not decode_seconds or not seconds:
             return self.mover.turn()
         share = self.mover.options.decode_share * decode_seconds
-        return self.mover.turn(at_most=max(int(share / seconds), 1))
+        return self.mover.turn(allowance=share / seconds)
 
     def prefetch(self, chain: TokenChain, *, namespace: str = "") -> None:
         """Starts to read what a prompt that waits would load from disk."""

@@ -81,6 +81,8 @@ class Mover:
         self._loader, self._copier = Worker("hybridkv-loads"), Worker("hybridkv-copies")
         self._writer = Worker("hybridkv-writes")
         self._closed = False
+        self._allowed = 0.0
+        """Moves that turns with an allowance may write."""
         self.bind()
 
     def _opened(self) -> Store | None:
@@ -230,15 +232,18 @@ class Mover:
             return Source(entry=entry, segment="gone")
         return Source(entry=entry, segment=found.segment, index=found.index)
 
-    def turn(self, *, at_most: int | None = None) -> bool:
+    def turn(self, *, allowance: float | None = None) -> bool:
         """Once a turn: writes what has come, ends what is done, starts what is next to store.
 
-        Returns whether anything moved. Takes no longer than ``moves_a_turn`` writes, or
-        ``at_most``.
+        Returns whether anything moved. Takes no longer than ``moves_a_turn`` writes. With an
+        ``allowance``, in moves, it writes what the allowances of the last turns come to: one move
+        every four turns at 0.25.
         """
         limit = self.options.moves_a_turn
-        left = limit = limit if at_most is None else min(at_most, limit)
-        loads = self._under_way()
+        if allowance is not None:
+            self._allowed = min(self._allowed + allowance, limit)
+            limit = int(self._allowed)
+        left, loads = limit, self._under_way()
         while left and (ready := [load for load in loads if load.ready and not load.ended]):
             for load in ready[:left]:  # in turn: a long load does not keep a short one
                 self._try_write(load, *load.ready.popleft())
@@ -249,6 +254,7 @@ class Mover:
                 self._end(load)
         self._look_after()
         moved = left < limit
+        self._allowed = max(self._allowed - (limit - left), 0.0)
         return self._storing.turn() or moved
 
     def _under_way(self) -> list[Load]:

@@ -40,9 +40,9 @@ class TierOptions:
     """Moves of blocks that one load may have on the device before they are written to the cache."""
     moves_a_turn: int = 4
     """Moves of blocks that a turn writes to the cache at most."""
-    decode_share: float = 0.05
-    """Share of a decode step's time that a turn's writes may take, where they are more than one
-    move: how much a load may slow the batch."""
+    decode_share: float = 0.025
+    """Share of the decode steps' time that writes may take: how much loads may slow the batch,
+    beside what their workers take from it where it runs on the same cores."""
     queue: int = 256
     """Prefixes that wait to be stored; the oldest goes when there are more."""
     prefetch_bytes: int = 64 << 20
@@ -79,7 +79,7 @@ class TierOptions:
     def __post_init__(self) -> None:
         if min(self.staged, self.moves_a_turn, self.queue) < 1 or self.prefetch_bytes < 0:
             raise UserError(f"staged, moves_a_turn and queue must be at least 1, got {self}")
-        if not self.decode_share >= 0:
+        if not self.decode_share > 0:
             raise UserError(f"decode_share is a share of a step's time, got {self.decode_share}")
         if (self.path is None) != (self.disk.blocks == 0):
             raise UserError("a disk tier has both a path and places: give path= and disk=")

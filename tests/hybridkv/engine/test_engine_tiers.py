@@ -127,10 +127,8 @@ def test_the_batch_goes_on_while_a_prefix_is_read(lab, tmp_path):
         assert handle.output.reused == 5 * TILE
 
 
-@pytest.mark.parametrize(
-    ("step_in_moves", "writes"), [(0.0, None), (0.1, 1), (19.9, 1), (41.0, 2), (1e3, 50)]
-)
-def test_writes_beside_a_decode_step_take_a_share_of_its_time(lab, tmp_path, step_in_moves, writes):
+@pytest.mark.parametrize("step_in_moves", [0.0, 0.1, 41.0])
+def test_writes_beside_a_decode_step_take_a_share_of_its_time(lab, tmp_path, step_in_moves):
     with tiers(lab, tmp_path) as mover:
         runner, limits = lab.engine.runner, []
         size = MOVED_BLOCKS * runner.model.geometry.block_bytes
@@ -145,8 +143,8 @@ def test_writes_beside_a_decode_step_take_a_share_of_its_time(lab, tmp_path, ste
         finally:
             del mover.turn
             runner.plan_options = before
-        assert mover.options.decode_share == 0.05
-        assert limits == [{"at_most": writes} if writes else {}]
+        share = mover.options.decode_share
+        assert limits == [{"allowance": step_in_moves * share} if step_in_moves else {}]
 
 
 def test_one_that_comes_too_late_is_computed_and_what_comes_then_hurts_nobody(lab, tmp_path):

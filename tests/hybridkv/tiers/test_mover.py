@@ -211,9 +211,21 @@ def test_a_turn_writes_no_more_than_it_may(world):
     world.workers[0].step()
     world.mover.turn()
     assert world.device.writes == 2 * MOVED
-    world.mover.turn(at_most=1)
-    assert world.device.writes == 8
     world.mover.turn()
+    assert world.device.writes == 9
+    world.end(hold, ticket)
+
+
+def test_allowances_add_up_to_a_move_and_what_is_not_used_is_not_kept_for_long(world):
+    world.mover.options = world.mover.options.__class__(host=pools(32), moves_a_turn=2)
+    hold, ticket = world.begin(IDS)
+    world.workers[0].step()
+    written = []
+    for _ in range(5):
+        world.mover.turn(allowance=0.5)
+        written.append(world.device.writes)
+    assert written == [0, MOVED, MOVED, 2 * MOVED, 2 * MOVED]
+    world.mover.turn(allowance=100.0)  # no more than two moves, whatever is allowed
     assert world.device.writes == 9
     world.end(hold, ticket)
 
