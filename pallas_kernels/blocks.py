@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.packing import api as packing
+from pallas_kernels.packing.layout import Format
 
 
 class BlockRows(NamedTuple):
@@ -29,7 +30,7 @@ def key_block_rows(rows_per_block: int, key_block: int) -> int:
 
 
 def read_key_block(
-    rows: BlockRows, number: jax.Array, size: int, length: jax.Array, format: str
+    rows: BlockRows, number: jax.Array, size: int, length: jax.Array, format: Format
 ) -> Float[Array, "size width"]:
     """float32 rows ``number * size ...``; rows from ``length`` on are zero, by selection."""
     per = rows.rows_per_block
@@ -42,7 +43,7 @@ def read_key_block(
 
 
 def read_picked(
-    rows: BlockRows, picks: Int[Array, "t k"], valid: Array, format: str
+    rows: BlockRows, picks: Int[Array, "t k"], valid: Array, format: Format
 ) -> Float[Array, "t k width"]:
     """float32 rows at ``picks``; those not ``valid`` are zero, by selection."""
     per = rows.rows_per_block

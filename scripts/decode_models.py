@@ -9,6 +9,7 @@ import command_line
 from hybridkv import formats
 from hybridkv.errors import UserError
 from hybridkv.tiers.options import TierOptions
+from models.deepseek_v4.cache_formats import CACHE_FORMATS
 from models.deepseek_v4.checkpoint import load_model
 from models.deepseek_v4.runtime import DeepseekV4GenericRuntime, DeepseekV4Runtime
 from models.files import read_config
@@ -17,7 +18,7 @@ from models.llama.checkpoint import load_model as load_llama
 from models.llama.runtime import LlamaRuntime
 from models.text import Text, load_text
 
-FORMATS = {x.name: x for x in (formats.FLOAT32, formats.BFLOAT16)}
+PLAIN = {x.name: x for x in (formats.FLOAT32, formats.BFLOAT16)}
 MODELS = ("shakespeare", "smollm2")
 SCHEMES = ("hybrid", "generic", "off")
 
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, default=4096, help="tokens of a sequence")
     parser.add_argument("--snapshots", type=int, default=64, help="stored sequence states")
     parser.add_argument("--tile", type=int, help="prompt tokens computed at once")
-    parser.add_argument("--cache-format", choices=sorted(FORMATS), help="how rows are stored")
+    parser.add_argument("--cache-format", choices=list(CACHE_FORMATS), help="how rows are stored")
     parser.add_argument("--store-tokens", type=int, default=1 << 20, help="room of the store")
 
 
@@ -63,24 +64,23 @@ def load(args: argparse.Namespace) -> tuple[Any, Text | None]:
     Raises:
       UserError: nothing to load, or the scheme does not exist for this model.
     """
-    format = FORMATS.get(args.cache_format)
     if args.checkpoint is None and args.model == "smollm2":
-        return _llama(*smollm2.load(), args.scheme, format)
+        return _llama(*smollm2.load(), args)
     path = args.checkpoint or command_line.DEFAULT_CHECKPOINT
     if path.is_file():
-        return _llama(*smollm2.load(path), args.scheme, format)
+        return _llama(*smollm2.load(path), args)
     needs_text = args.token_ids is None
     if path.is_dir() and _is_llama(path):
         llama = load_llama(path)
         text = load_text(path, llama.config.vocab_size) if needs_text else None
-        return _llama(llama, text, args.scheme, format)
+        return _llama(llama, text, args)
     model = load_model(path)
     text = load_text(path, model.config.vocab_size) if needs_text else None
     if args.scheme == "generic":
-        if format is not None:
+        if args.cache_format is not None:
             raise UserError("generic rows are float32, which compressors pool: no --cache-format")
         return DeepseekV4GenericRuntime(model), text
-    return DeepseekV4Runtime(model, format=format), text
+    return DeepseekV4Runtime(model, format=CACHE_FORMATS.get(args.cache_format)), text
 
 
 def _is_llama(path: pathlib.Path) -> bool:
@@ -88,10 +88,14 @@ def _is_llama(path: pathlib.Path) -> bool:
     return config.is_file() and read_config(config).get("model_type") == "llama"
 
 
-def _llama(model: Any, text: Text | None, scheme: str, format: Any) -> tuple[Any, Text | None]:
-    if scheme == "generic":
+def _llama(model: Any, text: Text | None, args: argparse.Namespace) -> tuple[Any, Text | None]:
+    if args.scheme == "generic":
         raise UserError(
             "this model has one kind of attention, so that its cache is generic already: "
             "use --scheme hybrid or off"
         )
-    return LlamaRuntime(model, format=format), text
+    if args.cache_format not in (None, *PLAIN):
+        raise UserError(
+            f"--cache-format {args.cache_format} is for DeepSeek-V4: use {' or '.join(PLAIN)}"
+        )
+    return LlamaRuntime(model, format=PLAIN.get(args.cache_format)), text

@@ -2,6 +2,7 @@
 
     python scripts/verify.py restore --cells 500
     python scripts/verify.py restore --tiers device,host,disk --policies all
+    python scripts/verify.py restore --cache-format release
     python scripts/verify.py poison | knockout | explore
     python scripts/verify.py engine --requests 1000
     python scripts/verify.py crash | faults | handoff
@@ -49,6 +50,7 @@ from hybridkv.errors import UserError
 from hybridkv.state.batch import DecodeBatch, StepOptions
 from hybridkv.state.cache import Cache, assign_in_order
 from hybridkv.state.capacity import Capacity
+from models.deepseek_v4.cache_formats import CACHE_FORMATS
 from models.deepseek_v4.checkpoint import load_model
 from models.deepseek_v4.model import DeepseekV4
 from models.deepseek_v4.parallel import parallel_forward
@@ -189,9 +191,22 @@ def _report_oracle(
     return 0 if ok else 1
 
 
+def models_of(args: argparse.Namespace) -> list[str]:
+    """The models to check, as ``verify_restore.toy_runtime`` names them.
+
+    Raises:
+      UserError: a cache format for a model that has no choice of them.
+    """
+    if args.cache_format is None:
+        return args.model or ["deepseek_v4", "llama"]
+    if args.model not in (None, ["deepseek_v4"]):
+        raise UserError("--cache-format is for deepseek_v4: leave out --model llama")
+    return [f"deepseek_v4-{args.cache_format}"]
+
+
 def restore_cells(args: argparse.Namespace) -> int:
     """The ``restore`` and ``poison`` subcommands."""
-    models = args.model or ["deepseek_v4", "llama"]
+    models = models_of(args)
     if args.command == "restore" and (args.tiers is not None or args.policies is not None):
         return restore_tiers(args, models)
     check = {"restore": verify_restore.restore, "poison": verify_restore.poison}[args.command]
@@ -349,6 +364,11 @@ def main() -> int:
         cells.add_argument("--cells", type=_positive, help="about so many")
         cells.add_argument(
             "--model", action="append", choices=["deepseek_v4", "llama"], help="only these"
+        )
+        cells.add_argument(
+            "--cache-format",
+            choices=list(CACHE_FORMATS),
+            help="deepseek_v4 alone, stored like this",
         )
         cells.set_defaults(run=restore_cells)
     tiered = commands.choices["restore"]

@@ -22,8 +22,9 @@ from hybridkv.state.batch import StepOptions
 from hybridkv.state.capacity import Capacity
 from hybridkv.state.snapshot import Overlap, Snapshots
 from hybridkv.state.tail import CompressorTail
+from models.deepseek_v4.cache_formats import CACHE_FORMATS
 from models.deepseek_v4.runtime import DeepseekV4Runtime
-from models.deepseek_v4.toy import toy_model
+from models.deepseek_v4.toy import WIDE_TOY, toy_model
 from models.llama.runtime import LlamaRuntime
 from models.llama.toy import toy_llama
 
@@ -33,8 +34,16 @@ COMPILATION = "/jax/core/compile/backend_compile_duration"
 
 
 def toy_runtime(model: str) -> Any:
-    """A random small model: ``deepseek_v4`` with every part, or ``llama``."""
-    return DeepseekV4Runtime(toy_model()) if model == "deepseek_v4" else LlamaRuntime(toy_llama())
+    """A random small model: ``deepseek_v4`` with every part, or ``llama``.
+
+    ``deepseek_v4-NAME`` stores its rows in the cache formats of that name.
+    """
+    name, _, cache_format = model.partition("-")
+    if name == "llama":
+        return LlamaRuntime(toy_llama())
+    if not cache_format:
+        return DeepseekV4Runtime(toy_model())
+    return DeepseekV4Runtime(toy_model(WIDE_TOY), format=CACHE_FORMATS[cache_format])
 
 
 def make_runner(model: str, **more: Any) -> Runner:

@@ -59,6 +59,13 @@ def toy_geometry(ratios: tuple[int, ...] = (0, 4, 16, 4), window: int = 8) -> Ge
     )
 
 
+ODD_BYTES = dataclasses.replace(
+    toy_geometry(window=5),
+    window_format=formats.FP8_BLOCK32,
+    row_format=formats.FP4_E4M3,
+    index_format=formats.MXFP4,
+)
+"""Packed rows of 17, 9 and 5 bytes; a ring and the block of ratio 16 are no whole words."""
 HOMOGENEOUS = Geometry(layers=(LayerGeometry(ratio=1),) * 3, row_width=16)
 SHARED = Geometry(
     layers=(

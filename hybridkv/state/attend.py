@@ -21,12 +21,13 @@ from hybridkv.geometry import Geometry, LayerGeometry
 from hybridkv.state.batch import StepOptions
 from hybridkv.state.cache import Cache, LayerCache
 from hybridkv.state.compressed import write_rows
-from hybridkv.state.lanes import map_sequences
+from hybridkv.state.layouts import row_layout, window_layout
 from hybridkv.state.tokens import Tokens
 from hybridkv.state.window import read_window, ring_after
 from pallas_kernels.attention import api as kernel
 from pallas_kernels.blocks import BlockRows
 from pallas_kernels.packing import api as packing
+from pallas_kernels.sequences import map_sequences
 
 
 class Attend:
@@ -196,10 +197,10 @@ def attend_full(
       float32 outputs, zeros for idle sequences, and the share after the step.
     """
     assert layer.rows is not None
-    format, pool = geometry.row_format.name, layer.rows
+    layout, pool = row_layout(geometry), layer.rows
     if rows is not None:
         write = tokens.real & (tokens.numbers >= tokens.write_from[:, None])
-        pool = write_rows(pool, tokens.table, tokens.numbers, write, packing.encode(rows, format))
+        pool = write_rows(pool, tokens.table, tokens.numbers, write, packing.encode(rows, layout))
 
     def one(q: jax.Array, table: jax.Array, visible: jax.Array) -> jax.Array:
         return kernel.attend_pairs(
@@ -209,12 +210,12 @@ def attend_full(
             kv_heads=kv_heads,
             scale=scale,
             key_block=options.key_block,
-            format=format,
+            format=layout.format,
         )
 
     visible = jnp.where(tokens.ends > tokens.starts, tokens.ends, 0)[:, None]
     arguments = (q, tokens.table, jnp.minimum(tokens.numbers + 1, visible))
-    o = map_sequences(one, arguments, tokens.order, tokens.active, sequential=options.sequential)
+    o = map_sequences(one, arguments, tokens.active, sequential=options.sequential)
     return o, dataclasses.replace(layer, rows=pool)
 
 
@@ -232,16 +233,16 @@ def attend_window(
     """Rolls ``rows`` into the ring and attends to each query's window; see ``attend_full``."""
     assert layer.window is not None
     assert rows is not None
-    window, format = layer.window.shape[1], geometry.window_format.name
+    window, layout = layer.window.shape[1], window_layout(geometry)
     # Padding may be anything, and a masked key is still multiplied: 0 * NaN is NaN.
     clean = jnp.where(tokens.real[..., None], rows, jnp.zeros((), rows.dtype))
     roll = _roll_token if tokens.every_slot else _roll_tile
-    buffer, ring = roll(tokens, layer.window, packing.encode(clean, format))
+    buffer, ring = roll(tokens, layer.window, packing.encode(clean, layout))
     one = functools.partial(
         kernel.attend_window_pairs, window=window, kv_heads=kv_heads, scale=scale
     )
-    arguments = (q, packing.decode(buffer, format), tokens.starts - tokens.known_from)
-    o = map_sequences(one, arguments, tokens.order, tokens.active, sequential=options.sequential)
+    arguments = (q, packing.decode(buffer, layout), tokens.starts - tokens.known_from)
+    o = map_sequences(one, arguments, tokens.active, sequential=options.sequential)
     return o, dataclasses.replace(layer, window=ring)
 
 

@@ -54,5 +54,8 @@ class StepOptions:
     sequential: bool = False
     """Run active lanes and slots one after the other in a traced loop, so that idle ones cost
     nothing: right for CPUs. Off, all run at once."""
+    kernels: str | None = None
+    """Implementation of attention and index scores: ``"tpu"``, ``"gpu"`` or ``"reference"``; None
+    takes the first that supports the model on the default backend. A named one fails loudly."""
     all_logits: bool = False
     """Tile steps return logits of every position rather than each lane's last."""

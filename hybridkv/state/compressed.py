@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 from hybridkv.geometry import Geometry
 from hybridkv.state.capacity import Capacity
+from hybridkv.state.layouts import row_layout
 from hybridkv.state.leaf import Leaf
 from pallas_kernels.packing import api as packing
 
@@ -23,7 +24,7 @@ class CompressedRows:
     @classmethod
     def declare(cls, geometry: Geometry, capacity: Capacity) -> "CompressedRows":
         """The pools' declarations."""
-        form = stored_row(geometry.row_width, geometry.row_format.name, geometry.row_bytes)
+        form = packing.stored_form(row_layout(geometry))
         return cls(
             layers=tuple(
                 declare_pool(geometry.rows_per_block(layer.ratio), form, capacity)
@@ -32,14 +33,6 @@ class CompressedRows:
                 for layer in geometry.layers
             )
         )
-
-
-def stored_row(width: int, format: str, row_bytes: int) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of one stored row: channels for plain formats, else packed bytes."""
-    try:
-        return packing.stored_form(width, format)
-    except NotImplementedError:
-        return jax.ShapeDtypeStruct((row_bytes,), jnp.uint8)
 
 
 def declare_pool(rows_per_block: int, form: jax.ShapeDtypeStruct, capacity: Capacity) -> Any:

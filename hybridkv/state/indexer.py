@@ -7,7 +7,9 @@ from jaxtyping import Array, Shaped
 
 from hybridkv.geometry import Geometry
 from hybridkv.state.capacity import Capacity
-from hybridkv.state.compressed import declare_pool, stored_row
+from hybridkv.state.compressed import declare_pool
+from hybridkv.state.layouts import index_layout
+from pallas_kernels.packing import api as packing
 
 
 @jax.tree_util.register_dataclass
@@ -20,9 +22,7 @@ class IndexRows:
     @classmethod
     def declare(cls, geometry: Geometry, capacity: Capacity) -> "IndexRows":
         """The pools' declarations."""
-        form = stored_row(
-            geometry.index_width, geometry.index_format.name, geometry.index_row_bytes
-        )
+        form = packing.stored_form(index_layout(geometry))
         return cls(
             layers=tuple(
                 declare_pool(geometry.rows_per_block(layer.ratio), form, capacity)

@@ -1,11 +1,10 @@
-"""Running a step, or a function of one sequence, over the active sequences one after the other."""
+"""Running a tile step over its active lanes one after the other."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from hybridkv.state.batch import TileBatch
 from hybridkv.state.cache import Cache
@@ -32,32 +31,3 @@ def lanes_in_turn(
     form, _ = jax.eval_shape(step, single(0), cache)
     out = jnp.zeros((lanes, *form.shape[1:]), form.dtype)
     return jax.lax.fori_loop(0, active, body, (out, cache))
-
-
-def map_sequences(
-    function: Callable[..., jax.Array],
-    arguments: tuple[Any, ...],
-    order: Int[Array, " n"],
-    active: Int[Array, ""],
-    *,
-    sequential: bool,
-) -> jax.Array:
-    """``function`` of each sequence's slice of ``arguments`` (trees that lead with sequences).
-
-    Sequential: a traced loop over the first ``active`` entries of ``order``; others give zeros.
-    Otherwise all at once. The results agree where the function's bits do not depend on batching,
-    which each engine probes for its own executable.
-    """
-    count = order.shape[0]
-    if count == 1:
-        return function(*jax.tree.map(lambda x: x[0], arguments))[None]
-    if not sequential:
-        return jax.vmap(function)(*arguments)
-    one = jax.eval_shape(function, *jax.tree.map(lambda x: x[0], arguments))
-
-    def body(i: jax.Array, out: jax.Array) -> jax.Array:
-        which = order[i]
-        result = function(*jax.tree.map(lambda x: x[which], arguments))
-        return jax.lax.dynamic_update_index_in_dim(out, result, which, 0)
-
-    return jax.lax.fori_loop(0, active, body, jnp.zeros((count, *one.shape), one.dtype))

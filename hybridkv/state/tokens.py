@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Int
 
 from hybridkv.state.batch import DecodeBatch, TileBatch
 from hybridkv.state.cache import Cache
+from pallas_kernels.sequences import Active
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,9 +84,9 @@ class Tokens:
         )
 
     @property
-    def active(self) -> Int[Array, ""]:
-        """How many sequences have tokens."""
-        return jnp.sum((self.ends > self.starts).astype(jnp.int32))
+    def active(self) -> Active:
+        """The sequences that have tokens."""
+        return Active(self.order, jnp.sum((self.ends > self.starts).astype(jnp.int32)))
 
     @property
     def numbers(self) -> Int[Array, "n t"]:

@@ -13,8 +13,9 @@ from jaxtyping import Array, Int, Shaped
 
 from hybridkv.geometry import Geometry
 from hybridkv.state.capacity import Capacity
-from hybridkv.state.compressed import stored_row
+from hybridkv.state.layouts import window_layout
 from hybridkv.state.leaf import Leaf
+from pallas_kernels.packing import api as packing
 
 
 @jax.tree_util.register_dataclass
@@ -27,9 +28,7 @@ class WindowRows:
     @classmethod
     def declare(cls, geometry: Geometry, capacity: Capacity) -> "WindowRows":
         """The rings' declarations."""
-        form = stored_row(
-            geometry.row_width, geometry.window_format.name, geometry.window_row_bytes
-        )
+        form = packing.stored_form(window_layout(geometry))
 
         def ring(window: int) -> Any:
             return Leaf(

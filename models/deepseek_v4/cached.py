@@ -1,26 +1,34 @@
-"""What the tile step and the decode step share: one layer's compressors and one sequence's keys."""
+"""What the tile step and the decode step share: one layer's compressors and its attention."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from hybridkv.geometry import Geometry
 from hybridkv.state.batch import StepOptions
 from hybridkv.state.cache import LayerCache
+from hybridkv.state.layouts import index_layout, row_layout, window_layout
 from hybridkv.state.tail import CompressorTail
 from models.deepseek_v4.attention import Attention
 from models.deepseek_v4.compressor import CellInput, Compressor
+from models.deepseek_v4.indexer import IndexQuery, encode_index_rows
 from pallas_kernels.attention import api as attention_kernel
 from pallas_kernels.blocks import BlockRows
 from pallas_kernels.compression import api as compression_kernel
+from pallas_kernels.implementations import REFERENCE
 from pallas_kernels.index_scores import api as index_kernel
+from pallas_kernels.packing import api as packing
+from pallas_kernels.sequences import Active
 
+Encode = Callable[[jax.Array], jax.Array]
+"""float rows to stored ones."""
 CompressOne = Callable[
-    [Compressor, jax.Array, CompressorTail, str], tuple[jax.Array, CompressorTail]
+    [Compressor, jax.Array, CompressorTail, Encode], tuple[jax.Array, CompressorTail]
 ]
-"""(compressor, pool, tail, stored format) to the pool and tail after a step's tokens."""
+"""(compressor, pool, tail, encode) to the pool and tail after a step's tokens."""
 
 
 def compress_layer(
@@ -31,75 +39,110 @@ def compress_layer(
         return layer
     assert layer.rows is not None
     assert layer.tail is not None
-    rows, tail = compress(attention.compressor, layer.rows, layer.tail, geometry.row_format.name)
+    encode = functools.partial(packing.encode, format=row_layout(geometry))
+    rows, tail = compress(attention.compressor, layer.rows, layer.tail, encode)
     layer = dataclasses.replace(layer, rows=rows, tail=tail)
     if attention.indexer is None:
         return layer
     assert layer.index is not None
     assert layer.index_tail is not None
+    encode = functools.partial(encode_index_rows, layout=index_layout(geometry))
     index, index_tail = compress(
-        attention.indexer.compressor, layer.index, layer.index_tail, geometry.index_format.name
+        attention.indexer.compressor, layer.index, layer.index_tail, encode
     )
     return dataclasses.replace(layer, index=index, index_tail=index_tail)
 
 
 def pool_after(
-    cells: CellInput, tail: CompressorTail, exists: jax.Array
+    cells: CellInput, tail: CompressorTail, exists: jax.Array, *, kernels: str | None
 ) -> Float[Array, "n cells width"]:
-    """Pools each sequence's cells; the first overlaps with what its tail kept, if it ``exists``."""
+    """Pools each sequence's cells; the first overlaps with what its tail kept, if it ``exists``.
+
+    ``kernels`` is that of ``StepOptions``. A step's few cells are not worth a kernel of their own
+    everywhere: any name but the reference's takes the first implementation that supports them.
+    """
+    name = REFERENCE if kernels == REFERENCE else None
+    pool = functools.partial(compression_kernel.pool_cells, implementation=name)
     if tail.earlier_kv is None or tail.earlier_gate is None:
-        return jax.vmap(lambda c: compression_kernel.pool_cells(c.kv, c.gate, None))(cells)
+        return jax.vmap(lambda c: pool(c.kv, c.gate, None))(cells)
     earlier = compression_kernel.Earlier(tail.earlier_kv, tail.earlier_gate, exists)
-    return jax.vmap(lambda c, e: compression_kernel.pool_cells(c.kv, c.gate, e))(cells, earlier)
+    return jax.vmap(lambda c, e: pool(c.kv, c.gate, e))(cells, earlier)
 
 
-def sequence_attention(
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Queries:
+    """What a step's tokens ask of one layer: ``n`` sequences, ``t`` consecutive tokens each."""
+
+    q: Float[Array, "n t heads width"]
+    first: Int[Array, " n"]
+    """Position of the first, counted from the first window row that exists."""
+    table: Int[Array, "n blocks"]
+    visible: Int[Array, "n t"] | None
+    """Compressed rows that each sees; None in a layer that has none."""
+    index: IndexQuery | None
+    """Of a routed layer."""
+
+
+def layer_attention(
     attention: Attention,
     layer: LayerCache,
     geometry: Geometry,
+    queries: Queries,
+    local: Shaped[Array, "n buffer stored"],
+    *,
     window: int,
+    active: Active,
     options: StepOptions,
-) -> Callable[..., jax.Array]:
-    """Attention of one sequence's consecutive queries, for ``map_sequences``."""
+) -> Float[Array, "n t heads width"]:
+    """Attention of each sequence over its window and the rows it sees, all or the picked ones.
 
-    def function(
-        q: Float[Array, "t heads width"],
-        local: Float[Array, "buffer width"],
-        first: Int[Array, ""],
-        table: Int[Array, " blocks"] | None = None,
-        visible: Int[Array, " t"] | None = None,
-        index_queries: Float[Array, "t index_heads index_width"] | None = None,
-        index_weights: Float[Array, "t index_heads"] | None = None,
-    ) -> Float[Array, "t heads width"]:
-        rows = picks = None
-        if layer.rows is not None and table is not None:
-            rows = BlockRows(layer.rows, table)
-        if index_queries is not None:
-            assert index_weights is not None
-            assert visible is not None
-            assert layer.index is not None
-            assert table is not None
-            picks = index_kernel.pick_rows(
-                index_queries,
-                index_weights,
-                BlockRows(layer.index, table),
-                visible,
-                topk=attention.topk,
-                key_block=options.index_block,
-                format=geometry.index_format.name,
-            )
-        return attention_kernel.attend(
-            q,
-            local,
-            first,
-            attention.sink[...],
-            window=window,
-            scale=attention.scale,
-            rows=rows,
-            visible=visible,
-            picks=picks,
-            key_block=options.key_block,
-            format=geometry.row_format.name,
+    Args:
+      attention: the layer's weights.
+      layer: its share of the cache, with this step's rows.
+      geometry: of the cache.
+      queries: of this step's tokens.
+      local: stored window rows, linear in position, up to each sequence's last token.
+      window: rows that a query sees, itself included.
+      active: sequences that have tokens.
+      options: of the step.
+
+    Returns:
+      float32; of sequences that are not active, anything finite.
+    """
+    rows = picks = None
+    if queries.visible is not None:
+        assert layer.rows is not None
+        rows = BlockRows(layer.rows, queries.table)
+    if queries.index is not None:
+        assert queries.visible is not None
+        assert layer.index is not None
+        picks = index_kernel.pick_rows(
+            queries.index.queries,
+            queries.index.weights,
+            BlockRows(layer.index, queries.table),
+            queries.visible,
+            active=active,
+            topk=attention.topk,
+            key_block=options.index_block,
+            format=index_layout(geometry).format,
+            sequential=options.sequential,
+            implementation=options.kernels,
         )
-
-    return function
+    return attention_kernel.attend(
+        queries.q,
+        local,
+        queries.first,
+        attention.sink[...],
+        active=active,
+        window=window,
+        scale=attention.scale,
+        rows=rows,
+        visible=queries.visible,
+        picks=picks,
+        key_block=options.key_block,
+        format=row_layout(geometry).format,
+        local_format=window_layout(geometry).format,
+        sequential=options.sequential,
+        implementation=options.kernels,
+    )

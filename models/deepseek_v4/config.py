@@ -104,7 +104,17 @@ class DeepseekV4Config:
         index_format: RowFormat = formats.FLOAT32,
         cells_per_block: int = 1,
     ) -> Geometry:
-        """The cache of this model."""
+        """The cache of this model.
+
+        Raises:
+          ConfigError: a packed ``index_format`` for an index width that is no power of two.
+        """
+        if index_format.scale_block and self.index_dim & (self.index_dim - 1):
+            raise ConfigError(
+                f"index_head_dim is {self.index_dim}: before index rows are stored in "
+                f"{index_format.name} a Hadamard matrix rotates them, which needs a power of two; "
+                "use a plain index format"
+            )
         return Geometry(
             layers=tuple(
                 LayerGeometry(

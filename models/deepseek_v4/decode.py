@@ -7,20 +7,22 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from hybridkv.geometry import Geometry
 from hybridkv.state.batch import DecodeBatch, StepOptions
 from hybridkv.state.cache import Cache, LayerCache
 from hybridkv.state.compressed import write_rows
-from hybridkv.state.lanes import map_sequences
+from hybridkv.state.layouts import index_layout, window_layout
 from hybridkv.state.tail import CompressorTail
 from hybridkv.state.window import read_window
 from models.common import rotary_angles
-from models.deepseek_v4.cached import compress_layer, pool_after, sequence_attention
+from models.deepseek_v4.cached import Encode, Queries, compress_layer, layer_attention, pool_after
 from models.deepseek_v4.compressor import CellInput, Compressor
+from models.deepseek_v4.indexer import IndexQuery
 from models.deepseek_v4.model import AttendInput, DeepseekV4
 from pallas_kernels.packing import api as packing
+from pallas_kernels.sequences import Active
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,9 +32,9 @@ class Slots:
     positions: Int[Array, " slots"]
     write: Int[Array, " slots"]
     """Slot to write to: past the end, and so nowhere, for idle ones."""
-    active: Array
-    order: Int[Array, " slots"]
-    """Active slots first."""
+    active: Bool[Array, " slots"]
+    sequences: Active
+    """The active slots."""
     table: Int[Array, "slots blocks_per_sequence"]
 
 
@@ -48,7 +50,10 @@ def decode_step(
         positions=cache.lengths,
         write=jnp.where(batch.active, numbers, cache.slots),
         active=batch.active,
-        order=jnp.argsort(jnp.logical_not(batch.active), stable=True).astype(jnp.int32),
+        sequences=Active(
+            jnp.argsort(jnp.logical_not(batch.active), stable=True).astype(jnp.int32),
+            jnp.sum(batch.active.astype(jnp.int32)),
+        ),
         table=cache.block_table,
     )
     tokens = jnp.where(batch.active, batch.tokens, 0)
@@ -76,31 +81,30 @@ def _attention(
         attention, x, positions, angles = inputs
         frequencies = config.layer_rope(number).frequencies(config.rope_dim)
         latent = attention.latent(x)
-        row = packing.encode(attention.rows(x, angles), geometry.window_format.name)
+        row = packing.encode(attention.rows(x, angles), window_layout(geometry))
         assert layer.window is not None
         # Written before it is read: the other order makes XLA copy the ring.
         window = layer.window.at[slots.write, positions % config.window].set(row, mode="drop")
         new = dataclasses.replace(layer, window=window)
         buffer = read_window(window, positions + 1, config.window)
-        arguments = [
-            attention.queries(latent, angles).astype(jnp.float32)[:, None],
-            packing.decode(buffer, geometry.window_format.name),
-            positions,
-        ]
-        compress = functools.partial(_compress, inputs, slots, frequencies)
+        compress = functools.partial(_compress, inputs, slots, frequencies, options.kernels)
         new = compress_layer(attention, new, geometry, compress)
+        visible = index = None
         if attention.compressor is not None:
-            visible = (positions + 1) // config.layer_ratios[number]
-            arguments += [slots.table, visible[:, None]]
+            visible = ((positions + 1) // config.layer_ratios[number])[:, None]
         if attention.indexer is not None:
-            queries = attention.indexer.query(x, latent, angles)
-            arguments += [part[:, None] for part in queries]
-        o = map_sequences(
-            sequence_attention(attention, new, geometry, config.window, options),
-            tuple(arguments),
-            slots.order,
-            jnp.sum(slots.active.astype(jnp.int32)),
-            sequential=options.sequential,
+            asked = attention.indexer.query(x, latent, angles, index_layout(geometry))
+            index = IndexQuery(*(part[:, None] for part in asked))
+        q = attention.queries(latent, angles).astype(jnp.float32)[:, None]
+        o = layer_attention(
+            attention,
+            new,
+            geometry,
+            Queries(q, positions, slots.table, visible, index),
+            buffer,
+            window=config.window,
+            active=slots.sequences,
+            options=options,
         )
         return attention.output(o[:, 0].astype(x.dtype), angles), new
 
@@ -111,10 +115,11 @@ def _compress(
     inputs: AttendInput,
     slots: Slots,
     frequencies: np.ndarray,
+    kernels: str | None,
     compressor: Compressor,
     pool: jax.Array,
     tail: CompressorTail,
-    format: str,
+    encode: Encode,
 ) -> tuple[jax.Array, CompressorTail]:
     """Adds the token to its open cell; where that completes the cell, writes its row."""
     ratio, positions = compressor.ratio, inputs.positions
@@ -130,9 +135,9 @@ def _compress(
 
     def row() -> jax.Array:
         cells = CellInput(tail.kv[:, None], tail.gate[:, None])
-        pooled = pool_after(cells, tail, number > 0)[:, 0]
+        pooled = pool_after(cells, tail, number > 0, kernels=kernels)[:, 0]
         rows = compressor.finish(pooled, rotary_angles(number * ratio, frequencies))
-        return packing.encode(rows, format)
+        return encode(rows)
 
     form = jax.eval_shape(row)
     # Most steps complete no cell: they skip the pooling, which at ratio 128 is half the layer.

@@ -24,16 +24,19 @@ from hybridkv.state.batch import DecodeBatch, StepOptions, TileBatch
 from hybridkv.state.cache import Cache, LayerCache
 from hybridkv.state.compressed import write_rows
 from hybridkv.state.generic import CellFields, RawFields, join_fields, raw_fields, read_tokens
-from hybridkv.state.lanes import lanes_in_turn, map_sequences
+from hybridkv.state.lanes import lanes_in_turn
 from hybridkv.state.tokens import Tokens
 from models.common import rotary_angles
 from models.deepseek_v4.attention import Attention
-from models.deepseek_v4.cached import sequence_attention
+from models.deepseek_v4.cached import Queries, layer_attention
 from models.deepseek_v4.compressor import Compressor
 from models.deepseek_v4.config import DeepseekV4Config
+from models.deepseek_v4.indexer import IndexQuery
 from models.deepseek_v4.model import AttendInput, DeepseekV4
 from pallas_kernels.blocks import BlockRows
 from pallas_kernels.compression import api as compression_kernel
+from pallas_kernels.implementations import REFERENCE
+from pallas_kernels.sequences import Active, map_sequences
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,7 +127,6 @@ def _forward(
         o = map_sequences(
             function,
             tuple(arguments),
-            tokens.order,
             tokens.active,
             sequential=options.sequential,
         )
@@ -168,6 +170,8 @@ def _sequence_attention(
 ) -> Callable[..., jax.Array]:
     """Attention of one sequence's consecutive queries, for ``map_sequences``.
 
+    Always by the reference: rows are in a scratch of this sequence's own.
+
     Where sequences run side by side, ``longest`` is the length of the longest: one trip count for
     all, without which every trip would copy the scratch. Rows past a sequence's end are not read.
     """
@@ -190,17 +194,28 @@ def _sequence_attention(
             lambda: jnp.zeros((count, pool.shape[-1]), pool.dtype),
         )
         made = LayerCache(rows=None, index=None, window=None, tail=None, index_tail=None)
-        seen: tuple[jax.Array, ...] = ()
+        visible, place = None, table
         if attention.compressor is not None:
             ratio = attention.compressor.ratio
             until = end if longest is None else longest
             scratch = _read_cells(attention, own, raw, end, until, options)
             index = None if attention.indexer is None else scratch[1]
             made = dataclasses.replace(made, rows=scratch[0], index=index)
-            numbers = jnp.arange(scratch[0].shape[0], dtype=jnp.int32)  # groups stand in order
-            seen = (numbers, jnp.minimum(positions + 1, end) // ratio)
-        attend = sequence_attention(attention, made, geometry, own.window, options)
-        return attend(q, own.fields.window.of(buffer), first, *seen, *index_query)
+            place = jnp.arange(scratch[0].shape[0], dtype=jnp.int32)  # groups stand in order
+            visible = jnp.minimum(positions + 1, end) // ratio
+        asked = IndexQuery(*index_query) if index_query else None
+        one = jax.tree.map(lambda x: x[None], Queries(q, first, place, visible, asked))
+        local = own.fields.window.of(buffer)[None]
+        return layer_attention(
+            attention,
+            made,
+            geometry,
+            one,
+            local,
+            window=own.window,
+            active=Active.all(1),
+            options=dataclasses.replace(options, kernels=REFERENCE),
+        )[0]
 
     return function
 
@@ -262,4 +277,4 @@ def _pool(
     if before:
         half = kv.shape[-1] // 2
         earlier = compression_kernel.Earlier(kv[:before, :half], gate[:before, :half], exists)
-    return compression_kernel.pool_cells(own_kv, own_gate, earlier)
+    return compression_kernel.pool_cells(own_kv, own_gate, earlier, implementation=REFERENCE)

@@ -4,6 +4,7 @@ from hybridkv import formats
 from hybridkv.formats import RowFormat
 from hybridkv.state.generic import generic_geometry
 from models.deepseek_v4 import generic
+from models.deepseek_v4.cache_formats import CacheFormats
 from models.deepseek_v4.decode import decode_step
 from models.deepseek_v4.model import DeepseekV4
 from models.deepseek_v4.tile import tile_step
@@ -11,12 +12,24 @@ from models.runtime import ModuleRuntime
 
 
 class DeepseekV4Runtime(ModuleRuntime):
-    """A DeepSeek-V4 over a cache whose rows are all of one format."""
+    """A DeepSeek-V4 over a cache of the five kinds."""
 
-    def __init__(self, model: DeepseekV4, *, format: RowFormat | None = None) -> None:
+    def __init__(
+        self, model: DeepseekV4, *, format: RowFormat | CacheFormats | None = None
+    ) -> None:
+        """Takes a model and how its rows are stored.
+
+        Args:
+          model: its weights.
+          format: of all rows, or of each sort (see ``CACHE_FORMATS``); None for the model's dtype.
+
+        Raises:
+          ConfigError: the model's rows cannot be stored like that.
+        """
         format = format or formats.plain(model.config.dtype)
+        chosen = CacheFormats.uniform(format) if isinstance(format, RowFormat) else format
         geometry = model.config.geometry(
-            window_format=format, row_format=format, index_format=format
+            window_format=chosen.window, row_format=chosen.rows, index_format=chosen.index
         )
         super().__init__(model, geometry, tile=tile_step, decode=decode_step)
 

@@ -18,14 +18,16 @@ from hybridkv.geometry import Geometry
 from hybridkv.state.batch import StepOptions, TileBatch
 from hybridkv.state.cache import Cache, LayerCache
 from hybridkv.state.compressed import write_rows
-from hybridkv.state.lanes import lanes_in_turn, map_sequences
+from hybridkv.state.lanes import lanes_in_turn
+from hybridkv.state.layouts import index_layout, window_layout
 from hybridkv.state.tail import CompressorTail, tail_after
 from hybridkv.state.window import read_window, ring_after
 from models.common import rotary_angles
-from models.deepseek_v4.cached import compress_layer, pool_after, sequence_attention
+from models.deepseek_v4.cached import Encode, Queries, compress_layer, layer_attention, pool_after
 from models.deepseek_v4.compressor import CellInput, Compressor
 from models.deepseek_v4.model import AttendInput, DeepseekV4
 from pallas_kernels.packing import api as packing
+from pallas_kernels.sequences import Active
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,8 +40,7 @@ class Lanes:
     known_from: Int[Array, " lanes"]
     write_from: Int[Array, " lanes"]
     table: Int[Array, "lanes blocks_per_sequence"]
-    order: Int[Array, " lanes"]
-    active: Int[Array, ""]
+    active: Active
 
 
 def tile_step(
@@ -71,8 +72,10 @@ def _all_lanes(
         known_from=batch.known_from,
         write_from=batch.write_from,
         table=cache.block_table[slot],
-        order=jnp.arange(lanes, dtype=jnp.int32),
-        active=jnp.sum((batch.ends > batch.starts).astype(jnp.int32)),
+        active=Active(
+            jnp.arange(lanes, dtype=jnp.int32),
+            jnp.sum((batch.ends > batch.starts).astype(jnp.int32)),
+        ),
     )
     attend = _attention(model, cache.geometry, context, options)
     layers = [cache.layer(number) for number in range(model.config.layers)]
@@ -101,29 +104,27 @@ def _attention(
         attention, x, positions, angles = inputs
         frequencies = config.layer_rope(number).frequencies(config.rope_dim)
         latent = attention.latent(x)
-        rows = packing.encode(attention.rows(x, angles), geometry.window_format.name)
+        rows = packing.encode(attention.rows(x, angles), window_layout(geometry))
         buffer, window = _roll_window(layer, rows, lanes)
         new = dataclasses.replace(layer, window=window)
-        arguments = [
-            attention.queries(latent, angles).astype(jnp.float32),
-            packing.decode(buffer, geometry.window_format.name),
-            lanes.starts - lanes.known_from,
-        ]
         ratio = config.layer_ratios[number]
-        compress = functools.partial(_compress, inputs, lanes, frequencies)
+        compress = functools.partial(_compress, inputs, lanes, frequencies, options.kernels)
         new = compress_layer(attention, new, geometry, compress)
+        visible = index = None
         if attention.compressor is not None:
             visible = jnp.minimum((positions + 1) // ratio, (lanes.ends // ratio)[:, None])
-            arguments += [lanes.table, visible]
         if attention.indexer is not None:
-            arguments += list(attention.indexer.query(x, latent, angles))
-        function = sequence_attention(attention, new, geometry, config.window, options)
-        o = map_sequences(
-            function,
-            tuple(arguments),
-            lanes.order,
-            lanes.active,
-            sequential=options.sequential,
+            index = attention.indexer.query(x, latent, angles, index_layout(geometry))
+        q = attention.queries(latent, angles).astype(jnp.float32)
+        o = layer_attention(
+            attention,
+            new,
+            geometry,
+            Queries(q, lanes.starts - lanes.known_from, lanes.table, visible, index),
+            buffer,
+            window=config.window,
+            active=lanes.active,
+            options=options,
         )
         return attention.output(o.astype(x.dtype), angles), new
 
@@ -145,10 +146,11 @@ def _compress(
     inputs: AttendInput,
     lanes: Lanes,
     frequencies: np.ndarray,
+    kernels: str | None,
     compressor: Compressor,
     pool: jax.Array,
     tails: CompressorTail,
-    format: str,
+    encode: Encode,
 ) -> tuple[jax.Array, CompressorTail]:
     ratio = compressor.ratio
     count, tile = inputs.positions.shape
@@ -157,12 +159,12 @@ def _compress(
     kv, gate = compressor.project(inputs.x, inputs.positions)
     shape = (count, tile // ratio, ratio, kv.shape[-1])
     cells = CellInput(kv.reshape(shape), gate.reshape(shape))
-    pooled = pool_after(cells, tail, lanes.starts > lanes.known_from)
+    pooled = pool_after(cells, tail, lanes.starts > lanes.known_from, kernels=kernels)
     number = (lanes.starts // ratio)[:, None] + jnp.arange(tile // ratio, dtype=jnp.int32)[None, :]
     rows = compressor.finish(pooled, rotary_angles(number * ratio, frequencies))
     end = (number + 1) * ratio
     whole = (end <= lanes.ends[:, None]) & (end > lanes.write_from[:, None])
-    pool = write_rows(pool, lanes.table, number, whole, packing.encode(rows, format))
+    pool = write_rows(pool, lanes.table, number, whole, encode(rows))
     tail = tail_after(kv, gate, tail, lanes.starts, lanes.ends)
     return pool, jax.tree.map(
         lambda all_, new: all_.at[lanes.slots].set(new, mode="drop"), tails, tail

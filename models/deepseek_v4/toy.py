@@ -3,6 +3,8 @@
 Window 8; ratio 4 with overlap and an indexer (2 picks); ratio 16 without; blocks of 16 tokens.
 """
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -40,6 +42,16 @@ TOY = DeepseekV4Config(
     rope=Rope(theta=10000.0),
     compressed_rope=Rope(theta=160000.0),
 )
+WIDE_TOY = dataclasses.replace(
+    TOY,
+    layer_kinds=TOY.layer_kinds[:3],
+    layer_ratios=TOY.layer_ratios[:3],
+    hash_layers=TOY.hash_layers[:3],
+    head_dim=128,
+    rope_dim=64,
+    index_dim=128,
+)
+"""One layer of each kind, whose rows fill the groups of channels that packed formats scale."""
 
 
 def toy_model(config: DeepseekV4Config = TOY, seed: int = 0) -> DeepseekV4:

@@ -6,60 +6,94 @@ order. How many blocks are read is data, so neither the cache's capacity nor mas
 any bit; for one key, row and value are the same vector.
 
 ``attend_pairs`` is the plain case, rows of (key, value) pairs alone, summed in the same way;
-``attend_window_pairs`` is a window of such rows.
+``attend_window_pairs`` is a window of such rows. Those two take one sequence, and have only the
+reference.
 """
 
-from jaxtyping import Array, Float, Int
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.attention import reference
 from pallas_kernels.blocks import BlockRows
+from pallas_kernels.implementations import REFERENCE, first_supported
+from pallas_kernels.packing.layout import Format
+from pallas_kernels.sequences import Active
 
 
 def attend(
-    q: Float[Array, "t heads width"],
-    local: Float[Array, "buffer width"],
-    first: Int[Array, ""],
+    q: Float[Array, "n t heads width"],
+    local: Shaped[Array, "n buffer stored"],
+    first: Int[Array, " n"],
     sink: Float[Array, " heads"],
     *,
     window: int,
     scale: float,
     rows: BlockRows | None = None,
-    visible: Int[Array, " t"] | None = None,
-    picks: Int[Array, "t k"] | None = None,
+    visible: Int[Array, "n t"] | None = None,
+    picks: Int[Array, "n t k"] | None = None,
+    active: Active | None = None,
     key_block: int = 128,
-    format: str = "float32",
-) -> Float[Array, "t heads width"]:
-    """Attention output, float32.
+    format: Format = "float32",
+    local_format: Format = "float32",
+    sequential: bool = False,
+    implementation: str | None = None,
+) -> Float[Array, "n t heads width"]:
+    """Attention output of ``n`` sequences, float32.
 
     Args:
-      q: float32 queries of positions ``first ... first + t - 1``.
-      local: float32 window rows of positions ``first - (window - 1) ... first + t - 1``: the buffer
-        is ``window - 1 + t`` rows, linear in position. Rows before position 0 must be finite.
+      q: float32 queries of positions ``first ... first + t - 1`` of each sequence.
+      local: stored window rows of positions ``first - (window - 1) ... first + t - 1``: the buffer
+        is ``window - 1 + t`` rows, linear in position.
       first: position of the first query, counted from the first row that exists: earlier rows of
         ``local`` are not read.
       sink: float32 logit per head.
       window: rows a query sees, itself included.
       scale: softmax scale.
-      rows: compressed rows of the sequence, or none.
-      visible: how many of ``rows`` each query may see; not decreasing.
+      rows: compressed rows of the sequences, or none; the table leads with sequences.
+      visible: how many of ``rows`` each query may see; not decreasing along ``t``.
       picks: with routing, the rows to attend, ascending; entries at or past ``visible`` are
         ignored. Without it every visible row is attended.
+      active: sequences that have work; all when None. What the others give is finite.
       key_block: rows summed at once. Part of the result's bits.
       format: the stored format of ``rows``.
+      local_format: that of ``local``.
+      sequential: the reference runs active sequences one after the other, so that idle ones cost
+        nothing; off, all at once.
+      implementation: see ``pallas_kernels.implementations``.
+
+    Raises:
+      NotImplementedError: the named implementation does not support these shapes or formats.
     """
-    return reference.attend(
-        q,
-        local,
-        first,
-        sink,
-        window=window,
-        scale=scale,
-        rows=rows,
-        visible=visible,
-        picks=picks,
-        key_block=key_block,
-        format=format,
-    )
+    active = Active.all(q.shape[0]) if active is None else active
+    options: dict[str, Any] = {
+        "rows": rows,
+        "visible": visible,
+        "picks": picks,
+        "active": active,
+        "window": window,
+        "scale": scale,
+        "key_block": key_block,
+        "format": format,
+        "local_format": local_format,
+    }
+
+    def by_reference() -> jax.Array:
+        return reference.attend_sequences(q, local, first, sink, sequential=sequential, **options)
+
+    def by_tpu() -> jax.Array:
+        from pallas_kernels.attention import tpu
+
+        return tpu.attend(q, local, first, sink, **options)
+
+    def by_gpu() -> jax.Array:
+        from pallas_kernels.attention import gpu
+
+        return gpu.attend(q, local, first, sink, **options)
+
+    candidates = {"tpu": by_tpu, "gpu": by_gpu, REFERENCE: by_reference}
+    return first_supported("attention", candidates, implementation)
 
 
 def attend_pairs(
@@ -70,7 +104,7 @@ def attend_pairs(
     kv_heads: int,
     scale: float,
     key_block: int = 128,
-    format: str = "float32",
+    format: Format = "float32",
 ) -> Float[Array, "t heads width"]:
     """Plain grouped-query attention over stored (key, value) rows, float32; no window, no sink.
 

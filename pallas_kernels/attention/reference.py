@@ -4,9 +4,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.blocks import BlockRows, key_block_rows, read_key_block, read_picked
+from pallas_kernels.packing import api as packing
+from pallas_kernels.packing.layout import Format
+from pallas_kernels.sequences import Active, map_sequences
 
 
 class Softmax(NamedTuple):
@@ -18,6 +21,52 @@ class Softmax(NamedTuple):
     """``[t, heads]``"""
     acc: jax.Array
     """``[t, heads, width]``"""
+
+
+def attend_sequences(
+    q: Float[Array, "n t heads width"],
+    local: Shaped[Array, "n buffer stored"],
+    first: Int[Array, " n"],
+    sink: Float[Array, " heads"],
+    *,
+    window: int,
+    scale: float,
+    rows: BlockRows | None,
+    visible: Int[Array, "n t"] | None,
+    picks: Int[Array, "n t k"] | None,
+    active: Active,
+    key_block: int,
+    format: Format,
+    local_format: Format,
+    sequential: bool,
+) -> Float[Array, "n t heads width"]:
+    """See ``api.attend``."""
+
+    def one(
+        q: jax.Array,
+        local: jax.Array,
+        first: jax.Array,
+        table: jax.Array | None,
+        visible: jax.Array | None,
+        picks: jax.Array | None,
+    ) -> jax.Array:
+        return attend(
+            q,
+            local,
+            first,
+            sink,
+            window=window,
+            scale=scale,
+            rows=None if rows is None or table is None else BlockRows(rows.pool, table),
+            visible=visible,
+            picks=picks,
+            key_block=key_block,
+            format=format,
+        )
+
+    table = None if rows is None else rows.table
+    arguments = (q, packing.decode(local, local_format), first, table, visible, picks)
+    return map_sequences(one, arguments, active, sequential=sequential)
 
 
 def attend(
@@ -32,9 +81,9 @@ def attend(
     visible: Int[Array, " t"] | None,
     picks: Int[Array, "t k"] | None,
     key_block: int,
-    format: str,
+    format: Format,
 ) -> Float[Array, "t heads width"]:
-    """See ``api.attend``."""
+    """Of one sequence, whose window rows are decoded; otherwise as ``api.attend``."""
     q = q * scale
     state = attend_window(q, local, first, window)
     if rows is not None:
@@ -101,7 +150,7 @@ def _attend_blocks(
     rows: BlockRows,
     visible: Int[Array, " t"],
     key_block: int,
-    format: str,
+    format: Format,
 ) -> Softmax:
     """All visible rows, one key block at a time; the trip count is data."""
     size = key_block_rows(rows.rows_per_block, key_block)
@@ -123,7 +172,7 @@ def _attend_picks(
     rows: BlockRows,
     visible: Int[Array, " t"],
     picks: Int[Array, "t k"],
-    format: str,
+    format: Format,
 ) -> Softmax:
     """Only the picked rows; how many there can be is fixed, so one block does."""
     mask = picks < visible[:, None]
@@ -160,7 +209,7 @@ def attend_pairs(
     kv_heads: int,
     scale: float,
     key_block: int,
-    format: str,
+    format: Format,
 ) -> Float[Array, "t heads width"]:
     """See ``api.attend_pairs``."""
     t, heads, width = q.shape

@@ -6,6 +6,7 @@ import jax
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.compression import reference
+from pallas_kernels.implementations import REFERENCE, first_supported
 
 
 class Earlier(NamedTuple):
@@ -23,10 +24,35 @@ def pool_cells(
     kv: Float[Array, "cells ratio channels"],
     gate: Float[Array, "cells ratio channels"],
     earlier: Earlier | None,
+    *,
+    implementation: str | None = None,
 ) -> Float[Array, "cells width"]:
     """Rows before norm and rotation, float32: per channel ``sum(softmax(gate) * kv)``.
 
-    With ``earlier`` (overlap), a cell also pools the cell before it: ``channels`` is twice the
-    width, the first half being what a token gives to the next cell.
+    Args:
+      kv: float32, of one sequence's consecutive cells.
+      gate: float32 logits of each channel.
+      earlier: with overlap, a cell also pools the cell before it, and this is the one before the
+        first: ``channels`` is twice the width, the first half being what a token gives to the next
+        cell. None without overlap.
+      implementation: see ``pallas_kernels.implementations``.
+
+    Raises:
+      NotImplementedError: the named implementation does not support these shapes.
     """
-    return reference.pool_cells(kv, gate, earlier)
+
+    def by_tpu() -> jax.Array:
+        from pallas_kernels.compression import tpu
+
+        return tpu.pool_cells(kv, gate, earlier)
+
+    def by_gpu() -> jax.Array:
+        from pallas_kernels.compression import gpu
+
+        return gpu.pool_cells(kv, gate, earlier)
+
+    def by_reference() -> jax.Array:
+        return reference.pool_cells(kv, gate, earlier)
+
+    candidates = {"tpu": by_tpu, "gpu": by_gpu, REFERENCE: by_reference}
+    return first_supported("compression", candidates, implementation)

@@ -6,8 +6,41 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.blocks import BlockRows, key_block_rows, read_key_block
+from pallas_kernels.packing.layout import Format
+from pallas_kernels.sequences import Active, map_sequences
 
 NO_ROW = np.iinfo(np.int32).max
+
+
+def pick_rows_of_sequences(
+    queries: Float[Array, "n t heads width"],
+    weights: Float[Array, "n t heads"],
+    rows: BlockRows,
+    visible: Int[Array, "n t"],
+    *,
+    topk: int,
+    active: Active,
+    key_block: int,
+    format: Format,
+    sequential: bool,
+) -> Int[Array, "n t topk"]:
+    """See ``api.pick_rows``."""
+
+    def one(
+        queries: jax.Array, weights: jax.Array, table: jax.Array, visible: jax.Array
+    ) -> jax.Array:
+        return pick_rows(
+            queries,
+            weights,
+            BlockRows(rows.pool, table),
+            visible,
+            topk=topk,
+            key_block=key_block,
+            format=format,
+        )
+
+    arguments = (queries, weights, rows.table, visible)
+    return map_sequences(one, arguments, active, sequential=sequential)
 
 
 def pick_rows(
@@ -18,9 +51,9 @@ def pick_rows(
     *,
     topk: int,
     key_block: int,
-    format: str,
+    format: Format,
 ) -> Int[Array, "t topk"]:
-    """See ``api.pick_rows``."""
+    """Of one sequence; otherwise as ``api.pick_rows``."""
     row = jnp.arange(topk, dtype=jnp.int32)
 
     def every() -> jax.Array:
@@ -40,7 +73,7 @@ def _stream(
     visible: jax.Array,
     topk: int,
     key_block: int,
-    format: str,
+    format: Format,
 ) -> Int[Array, "t topk"]:
     size = key_block_rows(rows.rows_per_block, key_block)
     t, length = queries.shape[0], visible[-1]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from pools import pooled
 
-from pallas_kernels.attention.api import attend
+from pallas_kernels.attention.reference import attend
 from pallas_kernels.index_scores.api import NO_ROW
 
 HEADS, WIDTH, SCALE, RATIO, KEY_BLOCK = 3, 8, 0.35, 4, 8

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from pools import pooled
 
-from pallas_kernels.index_scores.api import NO_ROW, pick_rows
-from pallas_kernels.index_scores.reference import block_scores
+from pallas_kernels.index_scores.api import NO_ROW
+from pallas_kernels.index_scores.reference import block_scores, pick_rows
 
 T, HEADS, WIDTH = 5, 4, 6
 
 
 @functools.cache
 def compiled(topk: int, key_block: int):
-    return jax.jit(functools.partial(pick_rows, topk=topk, key_block=key_block))
+    return jax.jit(functools.partial(pick_rows, topk=topk, key_block=key_block, format="float32"))
 
 
 def picked(queries, weights, rows, visible, topk, key_block=8):

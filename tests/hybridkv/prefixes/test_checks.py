@@ -2,7 +2,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from geometries import FLASH, HOMOGENEOUS, PRO, V41, toy_geometry
+from geometries import FLASH, HOMOGENEOUS, ODD_BYTES, PRO, V41, toy_geometry
 
 from hybridkv import formats
 from hybridkv.errors import UserError
@@ -83,6 +83,14 @@ def test_a_misaligned_block_is_refused_with_what_to_do():
     odd = dataclasses.replace(HOMOGENEOUS, row_width=3, row_format=formats.BFLOAT16)
     with pytest.raises(UserError, match=r"1 rows of 6 bytes is no multiple of the 4 .* gpu"):
         byte_alignment(odd, 10, "gpu")
+
+
+def test_a_block_of_packed_rows_that_is_no_whole_words_is_refused():
+    with pytest.raises(
+        UserError, match=r"layer 2: a block of 1 rows of 9 bytes .* cells_per_block"
+    ):
+        byte_alignment(ODD_BYTES, 10, "cpu")
+    byte_alignment(dataclasses.replace(ODD_BYTES, cells_per_block=4), 10, "cpu")
 
 
 def test_more_rows_than_int32_addresses_are_refused():

@@ -15,6 +15,8 @@ from hybridkv.state.batch import DecodeBatch, StepOptions, TileBatch
 from hybridkv.state.cache import Cache, assign_in_order
 from hybridkv.state.capacity import Capacity
 from hybridkv.state.tokens import Tokens
+from pallas_kernels.packing import api as packing
+from pallas_kernels.packing.layout import RowLayout
 
 HEADS, KV_HEADS, WIDTH, WINDOW, TILE, TOTAL = 4, 2, 4, 5, 8, 37
 LAYERS = (
@@ -220,6 +222,23 @@ def test_rows_are_attended_as_they_are_stored():
     close(got, exact.expected(0, 21))
     close(later, exact.expected(21, 22))
     assert np.abs(got - case.expected(0, 21)).max() > 1e-3
+
+
+def test_packed_rows_are_attended_as_they_are_stored():
+    """Keys and values of a token share the scale of their row; stale bytes decode to NaN."""
+    packed = dataclasses.replace(
+        GEOMETRY, row_format=formats.FP8_BLOCK32, window_format=formats.FP8_BLOCK32
+    )
+    case, exact = Case(packed), Case(packed)
+    rows = np.concatenate([x.reshape(*x.shape[:2], -1) for x in (case.k, case.v)], axis=-1)
+    layout = RowLayout("fp8_block32", GEOMETRY.row_width)
+    stored = np.asarray(packing.decode(packing.encode(jnp.asarray(rows), layout), layout))
+    exact.k, exact.v = (x.reshape(case.k.shape) for x in np.split(stored, 2, axis=-1))
+    got, cache = case.prefill(case.cache(fill=255), 21)
+    later, _ = case.decode(cache, 21)
+    close(got, exact.expected(0, 21))
+    close(later, exact.expected(21, 22))
+    assert np.abs(got - case.expected(0, 21)).max() > 1e-2
 
 
 def test_padding_stands_at_the_last_position_and_is_token_zero():

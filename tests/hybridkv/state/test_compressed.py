@@ -1,12 +1,16 @@
 """Rows written through a block table."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from geometries import FLASH
 
 from hybridkv import formats
-from hybridkv.state.compressed import stored_row, write_rows
+from hybridkv.state.capacity import Capacity
+from hybridkv.state.compressed import CompressedRows, write_rows
 
 write = jax.jit(write_rows)
 BLOCKS, PER = 9, 4
@@ -63,8 +67,17 @@ def test_one_table_without_a_batch_axis_will_do():
     assert np.argwhere(np.asarray(got)[..., 0]).tolist() == [[2, 1]]
 
 
-def test_stored_rows_are_channels_or_packed_bytes():
-    assert stored_row(16, "float32", 64) == jax.ShapeDtypeStruct((16,), jnp.float32)
-    assert stored_row(16, "bfloat16", 32) == jax.ShapeDtypeStruct((16,), jnp.uint16)
-    size = formats.FP8_ROPE16.row_bytes(512, 64)
-    assert stored_row(512, "fp8_rope16", size) == jax.ShapeDtypeStruct((584,), jnp.uint8)
+@pytest.mark.parametrize(
+    ("format", "stored"),
+    [
+        (formats.FLOAT32, jax.ShapeDtypeStruct((512,), jnp.float32)),
+        (formats.BFLOAT16, jax.ShapeDtypeStruct((512,), jnp.uint16)),
+        (formats.FP8_ROPE16, jax.ShapeDtypeStruct((584,), jnp.uint8)),
+    ],
+    ids=lambda x: getattr(x, "name", ""),
+)
+def test_pools_hold_channels_or_packed_bytes(format, stored):
+    geometry = dataclasses.replace(FLASH, row_format=format)
+    pools = CompressedRows.declare(geometry, Capacity(blocks=3, slots=1, blocks_per_sequence=2))
+    assert pools.layers[0] is None
+    assert (pools.layers[2].shape, pools.layers[2].dtype) == ((3, 32, *stored.shape), stored.dtype)

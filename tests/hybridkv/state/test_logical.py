@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from geometries import FLASH, HOMOGENEOUS, SHARED, toy_geometry
+from geometries import FLASH, HOMOGENEOUS, ODD_BYTES, SHARED, toy_geometry
 
 from hybridkv import formats
 from hybridkv.kinds import Kind
@@ -35,7 +35,9 @@ def raw(x):
 
 
 @pytest.mark.parametrize("position", [1, 3, 4, 7, 8, 17, 100, 101])
-@pytest.mark.parametrize("geometry", [TOY, ODD, SHARED], ids=["toy", "odd", "shared"])
+@pytest.mark.parametrize(
+    "geometry", [TOY, ODD, ODD_BYTES, SHARED], ids=["toy", "odd", "odd bytes", "shared"]
+)
 def test_what_a_position_defines_comes_back_at_its_place(geometry, position):
     state = random_state(geometry)
     words = state_words(state, position)
@@ -99,3 +101,16 @@ def test_rows_of_no_whole_cell_are_zero():
     index = after[spans[Kind.INDEXER]].reshape(2, 4, 8)
     assert (index[:, :2] == 7).all()
     assert not index[:, 2:].any()
+
+
+def test_packed_rows_of_no_whole_cell_are_zero_to_the_byte():
+    """Rows of 9 and index rows of 5 bytes: a word holds bytes of the last kept and the next one."""
+    geometry = ODD_BYTES
+    words = np.full(words_of(block_spans(geometry)), 0x07070707, np.uint32)
+    after = whole_cells(geometry, words, 32 + 9).view(np.uint8)
+    starts = np.cumsum([0, 36, 12, 36, 20, 20])  # the row of ratio 16 is filled up to 12
+    for start, stop, size in zip(starts[:-1], starts[1:], (9, 0, 9, 5, 5), strict=True):
+        part = after[start:stop]
+        assert (part[: 2 * size] == 7).all()
+        assert not part[2 * size :].any()
+    assert starts[-1] == after.size

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from geometries import FLASH, HOMOGENEOUS, SHARED, V41, toy_geometry
+from geometries import FLASH, HOMOGENEOUS, ODD_BYTES, SHARED, V41, toy_geometry
 
 from hybridkv import formats
 from hybridkv.kinds import Kind
@@ -42,7 +42,11 @@ def raw(tree):
     return [np.asarray(x).view(np.uint8) for x in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("geometry", [TOY, ODD, FLASH, V41], ids=["toy", "odd", "flash", "v4.1"])
+@pytest.mark.parametrize(
+    "geometry",
+    [TOY, ODD, ODD_BYTES, FLASH, V41],
+    ids=["toy", "odd", "odd bytes", "flash", "v4.1"],
+)
 def test_blocks_come_back_with_every_bit_and_nothing_else_changes(geometry):
     empty = Cache.init(geometry, Capacity(blocks=BLOCKS, slots=1, blocks_per_sequence=2))
     cache = random_bytes(empty, 0)
@@ -56,7 +60,9 @@ def test_blocks_come_back_with_every_bit_and_nothing_else_changes(geometry):
         assert not now[[2, 4]].any()
 
 
-@pytest.mark.parametrize("geometry", [TOY, ODD, FLASH], ids=["toy", "odd", "flash"])
+@pytest.mark.parametrize(
+    "geometry", [TOY, ODD, ODD_BYTES, FLASH], ids=["toy", "odd", "odd bytes", "flash"]
+)
 def test_a_snapshot_comes_back_with_every_bit(geometry):
     pool = random_bytes(Snapshots.init(geometry, 3), 1)
     words = take_snapshot(pool, jnp.int32(2))

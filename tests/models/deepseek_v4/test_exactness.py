@@ -46,7 +46,7 @@ def test_a_second_run_gives_the_same_bits(alone, reference):
     assert run(alone, empty_cache(alone)) == reference
 
 
-@pytest.mark.parametrize("tokens", [115, 160, 2048])
+@pytest.mark.parametrize("tokens", [115, 2048])
 def test_capacity_changes_no_bit(alone, reference, tokens):
     assert run(alone, empty_cache(alone, tokens=tokens)) == reference
 

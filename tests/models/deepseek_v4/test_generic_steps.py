@@ -145,9 +145,8 @@ def test_a_bfloat16_model_has_the_hybrid_caches_logits():
     np.testing.assert_allclose(both[0], both[1], atol=2e-2)
 
 
-@pytest.mark.parametrize("tokens", [160, 2048])
-def test_capacity_changes_no_bit(steps, reference, tokens):
-    assert run(steps, empty_cache(steps, tokens=tokens)) == reference
+def test_capacity_changes_no_bit(steps, reference):
+    assert run(steps, empty_cache(steps, tokens=2048)) == reference
 
 
 def test_order_of_blocks_changes_no_bit(steps, reference):

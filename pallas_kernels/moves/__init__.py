@@ -1,0 +1,1 @@
+"""Blocks out of a pool and back into one."""
