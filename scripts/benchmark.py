@@ -7,13 +7,15 @@ r"""Measures speed as ratios within one run.
     python scripts/benchmark.py engine --json docs/benchmarks/engine.json
     python scripts/benchmark.py schemes --json docs/benchmarks/schemes.json
     python scripts/benchmark.py tiers --json docs/benchmarks/tiers.json
+    python scripts/benchmark.py kernels --full --json docs/benchmarks/kernels.json
 
 ``decode``: prefill and decode rates and cache bytes per token of a random 43 M model, and the cost
 of a decode step as the context grows. ``control``: planning against a million blocks.
 ``reuse``: time to first token when prompts share a beginning. ``engine``: many requests together,
 time between tokens while prompts arrive, and the engine's own share of a turn. ``schemes``: the
-hybrid cache, the generic one and no reuse. ``tiers``: prefixes from host memory and disk. Rounds
-of the sides alternate; medians count.
+hybrid cache, the generic one and no reuse. ``tiers``: prefixes from host memory and disk.
+``kernels``: each operation alone, beside a plain copy. Rounds of the sides alternate; medians
+count.
 """
 
 import argparse
@@ -28,6 +30,7 @@ from typing import Any
 
 import benchmark_control
 import benchmark_engine
+import benchmark_kernels
 import benchmark_reuse
 import benchmark_schemes
 import benchmark_tiers
@@ -456,6 +459,14 @@ def tiers(args: argparse.Namespace) -> int:
     return 0
 
 
+def kernels(args: argparse.Namespace) -> int:
+    """The ``kernels`` subcommand."""
+    result = {**_machine(), **benchmark_kernels.measure(args)}
+    benchmark_kernels.report(result)
+    command_line.write_json(args.json, result)
+    return 0
+
+
 def _machine() -> dict[str, Any]:
     return {
         "device": command_line.device_name(),
@@ -517,7 +528,10 @@ def main() -> int:
     six = commands.add_parser("tiers", help="host memory and disk beside the device")
     benchmark_tiers.add_arguments(six)
     six.set_defaults(run=tiers)
-    for some in (two, three, four, five, six):
+    seven = commands.add_parser("kernels", help="each kernel operation alone")
+    benchmark_kernels.add_arguments(seven)
+    seven.set_defaults(run=kernels)
+    for some in (two, three, four, five, six, seven):
         some.add_argument("--seed", type=int, default=0)
         some.add_argument("--json", metavar="FILE", help="write the result here too")
     args = parser.parse_args(sys.argv[1:])

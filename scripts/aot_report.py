@@ -1,0 +1,100 @@
+"""What ``compile_for.py`` prints: tables for a terminal, and those of ``docs/benchmarks.md``."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from targets import GIB
+
+KERNEL_COLUMNS = (
+    "kernel",
+    "target",
+    "compiles",
+    "cycles a trip",
+    "KiB a trip",
+    "bound",
+    "roofline",
+)
+STEP_COLUMNS = (
+    "step",
+    "target",
+    "devices",
+    "seconds",
+    "arguments",
+    "temporaries",
+    "total GiB",
+    "limit GiB",
+    "tokens that fit",
+)
+NOTE = (
+    "Cycles are bundles of the loop that streams from HBM, one trip on its usual path (in brackets "
+    "with every conditional part); KiB are those that its copies from HBM move in a trip, from the "
+    "same dump. Where none reads HBM with a size known before the run (0: XLA put the inputs into "
+    "VMEM; ?: the kernel computes it) the longest loop is shown. "
+    "Roofline is the time of the bytes at full HBM bandwidth over the time of the "
+    "bundles, at most 1. A static schedule does not see waits for copies and semaphores, the work "
+    "before, after and between loops, or how often a conditional part runs."
+)
+
+
+def kernel_rows(result: dict[str, Any]) -> list[list[str]]:
+    """One compiled case: a row for each Pallas kernel in it, or one where there is none."""
+    name = f"{result['name']} ({result['implementation']})"
+    if not result["ok"]:
+        return [[name, result["target"], f"no: {result['error']}", "", "", "", ""]]
+    row = [name, result["target"], f"yes, {result['compile_seconds']:.1f} s"]
+    kernels = result.get("kernels", [])
+    several = len(kernels) > 1
+    return [
+        [f"{name} {x['name']}" if several else name, *row[1:], *_loop_cells(x)] for x in kernels
+    ] or [[*row, "", "", "", ""]]
+
+
+def _loop_cells(kernel: dict[str, Any]) -> list[str]:
+    """Cycles, KiB, bound and roofline of a kernel's streaming loop, else of its longest."""
+    loop = kernel["streaming"] or kernel["longest"]
+    if loop is None:
+        return ["no loop", "", "", ""]
+    cycles = f"{loop['steady']} ({loop['most']})"
+    if not loop["read_bytes"]:
+        return [cycles, "?" if loop["read_bytes"] is None else "0", loop["bound"], ""]
+    return [cycles, f"{loop['read_bytes'] / 1024:.0f}", loop["bound"], f"{loop['fraction']:.2f}"]
+
+
+def step_row(result: dict[str, Any]) -> list[str]:
+    """One compiled step."""
+    devices = str(result["devices"])
+    fit = result.get("tokens_that_fit")
+    room = "" if fit is None else f"{fit:,}"
+    name = f"{result['name']} ({result['kernels']} kernels)"
+    if not result["ok"]:
+        needs = f"{result['needs'] / GIB:.2f}" if result.get("needs") else "?"
+        return [name, result["target"], devices, "refused", "", "", needs, "", room]
+    memory = result["memory"]
+    return [
+        name,
+        result["target"],
+        devices,
+        f"{result['trace_seconds'] + result['compile_seconds']:.0f}",
+        f"{memory['arguments'] / GIB:.2f}",
+        f"{memory['temporaries'] / GIB:.2f}",
+        f"{memory['total'] / GIB:.2f}" + ("" if memory["fits"] else " (too much)"),
+        f"{memory['limit'] / GIB:.2f}",
+        room,
+    ]
+
+
+def markdown(results: Sequence[dict[str, Any]]) -> str:
+    """Both tables and the note, for the docs."""
+    kernels = [row for x in results if x["kind"] == "kernel" for row in kernel_rows(x)]
+    steps = [step_row(x) for x in results if x["kind"] == "step"]
+    parts = []
+    if kernels:
+        parts += [_table(KERNEL_COLUMNS, kernels), NOTE]
+    if steps:
+        parts.append(_table(STEP_COLUMNS, steps))
+    return "\n\n".join(parts)
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in x) + " |" for x in lines)
