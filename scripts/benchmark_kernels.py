@@ -101,7 +101,7 @@ def _case(name: str, wanted: list[str], args: argparse.Namespace) -> list[dict[s
             row["unsupported"] = str(reason)
         else:
             run = functools.partial(jax.jit(case.function), *arguments)
-            sides[implementation] = _InPlace(case, arguments) if name == SCATTER else run
+            sides[implementation] = _InPlace(case, arguments) if name.startswith(SCATTER) else run
         rows.append(row)
     seconds = _interleaved(sides | {"copy": _copy(abstract.traffic)}, args.rounds, args.calls)
     for row in rows:

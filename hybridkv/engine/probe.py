@@ -20,7 +20,15 @@ import jax
 import numpy as np
 
 from hybridkv.arithmetic import cdiv
-from hybridkv.engine.steps import MOVED_BLOCKS, BlockWords, LaneTile, Steps, tile_batch, to_device
+from hybridkv.engine.steps import (
+    MOVED_BLOCKS,
+    BlockWords,
+    LaneTile,
+    Steps,
+    in_moves,
+    tile_batch,
+    to_device,
+)
 from hybridkv.state.batch import DecodeBatch
 from hybridkv.state.cache import Cache
 from hybridkv.state.sequence import SequenceState
@@ -216,7 +224,7 @@ class _Stage:
         for slot, table in enumerate(tables):
             self._write_seat(slot, table)
         places = tables[scene.members[scene.subject].slot, : self._each]
-        for some in _moves(places):
+        for some in in_moves(places):
             self._cache = self.steps.write_blocks(self._cache, self._rows, some)
         return places
 

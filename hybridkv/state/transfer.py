@@ -17,6 +17,7 @@ from hybridkv.state.cache import Cache
 from hybridkv.state.compressed import CompressedRows
 from hybridkv.state.indexer import IndexRows
 from hybridkv.state.sequence import SequenceState
+from pallas_kernels.moves import api as moves
 
 
 @jax.tree_util.register_dataclass
@@ -31,13 +32,16 @@ class MovedBlocks:
 def gather_blocks(cache: Cache, places: Int[Array, " moved"]) -> MovedBlocks:
     """Copies of the blocks at ``places``."""
     pools = MovedBlocks(compressed=cache.compressed, indexer=cache.indexer)
-    return jax.tree.map(lambda pool: pool.at[places].get(mode="clip"), pools)
+    return jax.tree.map(lambda pool: moves.gather_blocks(pool, places), pools)
 
 
 def scatter_blocks(cache: Cache, blocks: MovedBlocks, places: Int[Array, " moved"]) -> Cache:
-    """Writes blocks to ``places``. DONATES cache when jitted by a caller."""
+    """Writes blocks to ``places``, none of which comes twice but those past the pool.
+
+    DONATES cache when jitted by a caller.
+    """
     pools = MovedBlocks(compressed=cache.compressed, indexer=cache.indexer)
-    after = jax.tree.map(lambda pool, x: pool.at[places].set(x, mode="drop"), pools, blocks)
+    after = jax.tree.map(lambda pool, x: moves.scatter_blocks(pool, x, places), pools, blocks)
     return dataclasses.replace(cache, compressed=after.compressed, indexer=after.indexer)
 
 
