@@ -11,9 +11,13 @@ work, do not.
 """
 
 import dataclasses
+import functools
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 GRANULE_BYTES = 32
 """Bytes of a DMA's ``size_in_granules``; a copy of 128 x 512 bfloat16 has 4096 of them."""
@@ -83,15 +87,30 @@ class Schedule:
     used: tuple[tuple[int, ...], ...] = ()
     """Slots in use: a row a bundle."""
 
+    @functools.cached_property
+    def _known(self) -> dict[Any, Any]:
+        """What was asked before. A kernel of a tile has hundreds of loops."""
+        return {}
+
+    def _once(self, key: tuple[Any, ...], function: Callable[[], T]) -> T:
+        if key not in self._known:
+            self._known[key] = function()
+        return self._known[key]
+
     def body(self, loop: Region) -> set[int]:
         """Bundles of ``loop`` without those of loops inside it."""
-        inner = [other for other in self.loops if other.inside(loop)]
-        return {
-            i for i in range(loop.start, loop.stop) if not any(other.holds(i) for other in inner)
-        }
+
+        def bundles() -> set[int]:
+            inner = [other for other in self.loops if other.inside(loop)]
+            return _without(loop, inner)
+
+        return self._once(("body", loop), bundles)
 
     def skipped_regions(self, loop: Region, path: str) -> list[Region]:
         """Regions of one iteration that do not run on ``path``: most, steady or least."""
+        return self._once(("skipped", loop, path), lambda: self._skipped(loop, path))
+
+    def _skipped(self, loop: Region, path: str) -> list[Region]:
         if path == "most":
             return []
         skipped = []
@@ -109,8 +128,11 @@ class Schedule:
 
     def run(self, loop: Region, path: str) -> set[int]:
         """Bundles of one iteration on ``path``, without loops inside it."""
-        skipped = self.skipped_regions(loop, path)
-        return {i for i in self.body(loop) if not any(region.holds(i) for region in skipped)}
+
+        def bundles() -> set[int]:
+            return self.body(loop) & _without(loop, self.skipped_regions(loop, path))
+
+        return self._once(("run", loop, path), bundles)
 
     def _steady(self, region: Region, parent: Region, body: set[int]) -> bool:
         reads = any(
@@ -136,11 +158,15 @@ class Schedule:
 
     def busy(self, loop: Region, path: str) -> dict[str, float]:
         """Cycles that each unit alone would need for what one iteration gives it."""
-        run = self.run(loop, path)
-        return {
-            unit: sum(self.used[i][column] for i in run) / self.capacity[column]
-            for column, unit in enumerate(self.units)
-        }
+
+        def cycles() -> dict[str, float]:
+            run = self.run(loop, path)
+            return {
+                unit: sum(self.used[i][column] for i in run) / self.capacity[column]
+                for column, unit in enumerate(self.units)
+            }
+
+        return self._once(("busy", loop, path), cycles)
 
     def read_bytes(self, loop: Region, path: str) -> int | None:
         """Bytes of the copies from HBM that one iteration starts; None if one has no fixed size.
@@ -155,6 +181,14 @@ class Schedule:
         """Bytes of copies that one iteration waits for."""
         run = self.run(loop, path)
         return sum(size for bundle, size in self.waits if bundle in run)
+
+
+def _without(loop: Region, parts: Iterable[Region]) -> set[int]:
+    """The bundles of ``loop`` that no part holds."""
+    bundles = set(range(loop.start, loop.stop))
+    for part in parts:
+        bundles.difference_update(range(part.start, part.stop))
+    return bundles
 
 
 def parse(text: str, utilization: str = "", *, name: str = "", delay_slots: int) -> Schedule:

@@ -12,6 +12,7 @@
 prompts, every resume position, copied and replayed state, with and without other sequences at work.
 With ``--tiers`` it does so for what lies in host memory, on disk, on all of them in parts, and on
 disk after a restart, as each of ``--policies`` left it; then conversations go on after a restart.
+With ``--cache-format`` the rows are stored as ``models.deepseek_v4.cache_formats`` names it.
 ``poison`` does so with NaN in every byte that nothing owns. ``knockout`` takes away each kind of
 state: the plan must be shorter and blame it, and going on regardless must change the logits.
 ``explore`` visits every reachable state of the bookkeeping of a small world. ``engine`` runs mixed
