@@ -86,8 +86,8 @@ MUTANTS = (
     Mutant(
         "a replay pools an overlap it does not know",
         TILE,
-        "pool_after(cells, tail, lanes.starts > lanes.known_from)",
-        "pool_after(cells, tail, lanes.starts > 0)",
+        "pool_after(cells, tail, lanes.starts > lanes.known_from, kernels=kernels)",
+        "pool_after(cells, tail, lanes.starts > 0, kernels=kernels)",
         (T_REPLAY,),
     ),
     Mutant(
