@@ -7,7 +7,7 @@ r"""Measures speed as ratios within one run.
     python scripts/benchmark.py engine --json docs/benchmarks/engine.json
     python scripts/benchmark.py schemes --json docs/benchmarks/schemes.json
     python scripts/benchmark.py tiers --json docs/benchmarks/tiers.json
-    python scripts/benchmark.py kernels --full --json docs/benchmarks/kernels.json
+    python scripts/benchmark.py kernels --json docs/benchmarks/kernels.json
 
 ``decode``: prefill and decode rates and cache bytes per token of a random 43 M model, and the cost
 of a decode step as the context grows. ``control``: planning against a million blocks.
