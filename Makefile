@@ -68,6 +68,7 @@ aot: .venv/.dev .venv-tpu/.aot .venv-cuda/.aot
 	$(BIN)/python scripts/compile_for.py all --json docs/benchmarks/aot.json \
 	  $(if $(PEER),--peer $(PEER))
 	.venv-tpu/bin/python -m pytest -m plugin tests/scripts tests/pallas_kernels
+	JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest -m plugin tests/pallas_kernels
 
 # Makes such a model as the shipped one in runs/export (driven by time: not the same bits).
 train: .venv/.dev
@@ -108,7 +109,7 @@ train: .venv/.dev
 .venv-cuda/.aot: pyproject.toml .venv/.dev
 	$(PYTHON) -m venv .venv-cuda
 	version=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)') && \
-	  .venv-cuda/bin/python -m pip install $(PIP_FLAGS) --editable . "jaxlib==$$version" \
+	  .venv-cuda/bin/python -m pip install $(PIP_FLAGS) --editable '.[dev]' "jaxlib==$$version" \
 	  "jax-cuda12-plugin==$$version" "jax-cuda12-pjrt==$$version" nvidia-cuda-nvcc-cu12
 	@touch $@
 
