@@ -30,6 +30,7 @@ from hybridkv.blocks.entries import Tier
 from hybridkv.errors import UserError
 from hybridkv.tiers.faults import SENSIBLE, Fault, Planned, Point, Schedule
 from hybridkv.tiers.handoff_record import HandOff, HandOffRefused
+from hybridkv.tiers.mover import Mover
 from hybridkv.tiers.store.records import ProblemKind
 from hybridkv.tiers.storing import PAUSE_S
 
@@ -120,8 +121,9 @@ class Trial:
         lab.clock.added += 2 * PAUSE_S
         lab.flush()
         self._rest("at the end")
-        self._tell()
+        mover = lab.mover
         lab.detach()
+        self._tell(mover)
 
     def _compact(self) -> None:
         """On the writer's thread, as a tool would."""
@@ -150,14 +152,14 @@ class Trial:
         self.outcome.wrong += lab.differs(name, again, logits=False)
         self.outcome.outputs += 1
 
-    def _tell(self) -> None:
-        counters, store = self.lab.mover.counters, self.lab.mover.store
-        outcome = self.outcome
+    def _tell(self, mover: Mover) -> None:
+        """Of a mover that is closed: what was under way then is told too."""
+        counters, store, outcome = mover.counters, mover.store, self.outcome
         outcome.told += counters.failed_loads + sum(counters.failed_stores.values())
         outcome.told += counters.failed_prefetches
-        outcome.told += sum(counters.spoiled.values()) + bool(self.lab.mover.unusable)
+        outcome.told += sum(counters.spoiled.values()) + bool(mover.unusable)
         outcome.told += len(store.problems) if store is not None else 0
-        outcome.error = counters.last_error or self.lab.mover.unusable or outcome.error
+        outcome.error = counters.last_error or mover.unusable or outcome.error
 
     def _after_restart(self) -> None:
         lab, outcome = self.lab, self.outcome

@@ -292,6 +292,8 @@ class Mover:
         load.ended = True
         for entry in load.entries.tolist():
             del self._loads[entry]
+        # Asked before its failure: a worker that ends between the two is not left unheard.
+        unfinished = load.future is not None and not load.future.done()
         allocator, error = self._device.allocator, load.failure
         rest = [part.entries for part in load.parts[load.done :]]
         if rest:
@@ -303,7 +305,7 @@ class Mover:
             if seconds > 0:
                 self._measure(tier, load.bytes[tier] / seconds)
         if error is None:
-            self._left += [load] if load.future is not None and not load.future.done() else []
+            self._left += [load] if unfinished else []
             return
         self._note_failed(error)
         if isinstance(error, LoadFailed):
@@ -443,6 +445,7 @@ class Mover:
         self.drop()
         for worker in (self._loader, self._copier, self._writer):
             whole &= worker.close(timeout_s=timeout_s)
+        self._look_after()
         if self._store is not None:
             self._store.close()
         return whole

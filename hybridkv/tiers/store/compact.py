@@ -37,11 +37,13 @@ def rewrite(
     writer: Writer,
     read: Callable[[str], UInt32[np.ndarray, "n block_words"]],
     size: int,
-) -> list[tuple[Manifest, Manifest]]:
+) -> tuple[list[tuple[Manifest, Manifest]], list[Damaged]]:
     """Writes new segments for sparse ones; returns manifests as they are and as they become.
 
-    At most two segments are in memory. One that can't be read (``Damaged``) stays as it is.
+    At most two segments are in memory. One that can't be read stays as it is; the second list has
+    the reason of each.
     """
+    unread: list[Damaged] = []
     moved: dict[bytes, BlockPlace] = {}
     waiting: list[tuple[bytes, UInt32[np.ndarray, " block_words"]]] = []
 
@@ -53,18 +55,20 @@ def rewrite(
     for segment in sparse(index):
         try:
             rows = read(segment)
-        except Damaged:
+        except Damaged as error:
+            unread.append(error)
             continue
         waiting += [(digest, rows[row]) for row, digest in sorted(index.rows[segment].items())]
         if len(waiting) >= size:
             write(size)
     if waiting:
         write(len(waiting))
-    return [
+    changes = [
         (manifest, _with_places(manifest, moved, writer))
         for manifest in index.ordered()
         if any(manifest.extension.digest(i) in moved for i in range(manifest.extension.blocks))
     ]
+    return changes, unread
 
 
 def _with_places(manifest: Manifest, moved: dict[bytes, BlockPlace], writer: Writer) -> Manifest:

@@ -36,6 +36,7 @@ from hybridkv.tiers.store.manifest import MANIFESTS, Manifest
 from hybridkv.tiers.store.reading import StoreReader
 from hybridkv.tiers.store.records import (
     BlockPlace,
+    Damaged,
     Extension,
     Problem,
     ProblemKind,
@@ -218,7 +219,8 @@ class Store(StoreReader):
     def compact(self) -> int:
         """Writes segments anew of which less than half is alive; returns the bytes freed.
 
-        Places of their blocks change: ``find`` and ``extensions`` tell the new ones.
+        Places of their blocks change: ``find`` and ``extensions`` tell the new ones. A segment that
+        can't be read stays as it is, and stands in ``problems``.
 
         Raises:
           StoreWriteError: a file could not be changed; what is left is whole.
@@ -227,7 +229,8 @@ class Store(StoreReader):
         before = self._bytes
         writer = Writer(self._folder, self.layout, self._faults)
         try:
-            changes = rewrite(self._index, writer, self._read_one, self.layout.segment_blocks)
+            size = self.layout.segment_blocks
+            changes, unread = rewrite(self._index, writer, self._read_one, size)
             self._bytes += sum(record.bytes for record in writer.records.values())
             if changes:
                 self._faults.reach(Point.COMPACT)
@@ -237,6 +240,7 @@ class Store(StoreReader):
             self._stale = True
             raise
         self._apply(changes, writer)
+        self._remember_unread(unread)
         return before - self._bytes
 
     def discard_problems(self) -> int:
@@ -389,6 +393,13 @@ class Store(StoreReader):
     def _remember(self, problems: list[Problem]) -> None:
         with self._mutex:
             self._problems += problems
+
+    def _remember_unread(self, unread: Sequence[Damaged]) -> None:
+        """Once each, however often they are tried."""
+        for error in unread:
+            problem = Problem(kind=ProblemKind.DAMAGED, file=error.where, reason=error.reason)
+            if problem not in self.problems:
+                self._remember([problem])
 
     def _read_one(self, segment: str) -> UInt32[np.ndarray, "n block_words"]:
         return next(self.read_segments([segment]))[1]

@@ -143,7 +143,8 @@ def test_the_last_who_leaves_ends_a_load_and_its_room_is_free_at_once(world):
     world.at_rest()
 
 
-def test_what_fails_when_nobody_waits_any_more_is_told(world):
+@pytest.mark.parametrize("then", ["turn", "close"])
+def test_what_fails_when_nobody_waits_any_more_is_told(world, then):
     hold, ticket = world.begin(IDS)
 
     def leave_and_fail(nth):
@@ -153,7 +154,7 @@ def test_what_fails_when_nobody_waits_any_more_is_told(world):
 
     world.mover._bringer._faults = Hook(Point.HOST_LOAD, leave_and_fail)
     world.workers[0].step()
-    world.mover.turn()
+    getattr(world.mover, then)()
     counters = world.mover.counters
     assert (counters.given_up, counters.failed_loads) == (1, 1)
     assert "the disk went away" in counters.last_error

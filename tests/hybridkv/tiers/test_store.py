@@ -280,13 +280,17 @@ def test_compaction_moves_what_is_alive_out_of_segments_that_are_mostly_dead(pat
         assert stores.read(store)[0] == want
 
 
-def test_compaction_leaves_a_damaged_segment_alone(store, path):
+def test_compaction_leaves_a_damaged_segment_alone_and_says_so(store, path):
     stored = commit(store, extension(tokens(3)))
     store.remove(stored.blocks[1:])
     chunk = path / "segments" / stored.blocks[0].segment / "state/blocks/c/0/0"
     chunk.write_bytes(bytes(chunk.stat().st_size))
-    assert store.compact() == 0
-    assert store.find(stored.extension.digest(0)) == stored.blocks[0]
+    for _ in range(2):
+        assert store.compact() == 0
+        assert store.find(stored.extension.digest(0)) == stored.blocks[0]
+        (problem,) = store.problems  # once, however often it is tried
+        assert problem.kind is ProblemKind.DAMAGED
+        assert problem.file == f"segments/{stored.blocks[0].segment}"
 
 
 def test_a_store_that_is_full_says_so_and_stays_as_it_is(path):
