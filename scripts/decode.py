@@ -24,6 +24,7 @@ import command_line
 import decode_models
 import decode_prompts
 import numpy as np
+import watch
 from decode_prompts import Prompt
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -74,6 +75,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--stop", action="append", default=[], help="text that ends an output")
     parser.add_argument("--publish", choices=[x.value for x in Publish], default="canonical")
     parser.add_argument("--echo", action="store_true", help="print the prompt first")
+    parser.add_argument("--watch", action="store_true", help="a live view on standard error")
     parser.add_argument("--stats-json", metavar="FILE", help="write the statistics here too")
     return parser.parse_args(argv)
 
@@ -201,7 +203,9 @@ class Session:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
         )
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        console = Console(stderr=True)
+        watched = self.args.watch  # it shows more, and has the terminal's lines
+        with Progress(*columns, console=console, transient=True, disable=watched) as bar:
             task = bar.add_task("requests", total=len(titles))
             outputs = self.engine.run(requests, progress=lambda _: bar.advance(task))
         rows = list(zip(titles, outputs, strict=True))
@@ -304,7 +308,8 @@ def main() -> int:
     check_arguments(args)
     command_line.use_compilation_cache()
     session = Session(args)
-    rows = session.run()
+    with watch.watching(session.engine, on=args.watch):
+        rows = session.run()
     if not session.engine.close():
         print("not everything could be stored in time", file=sys.stderr)
     command_line.write_json(args.stats_json, report(session, rows))

@@ -49,6 +49,11 @@ OnFreed = Callable[[Tier, Form, Int32[np.ndarray, " n"]], None]
 """Told of places of a tier whose bytes nobody owns any more: whoever keeps them may drop them. The
 callback must not call the allocator."""
 
+OnTouched = Callable[[Int32[np.ndarray, " n"]], None]
+"""Told of entries of which something may have changed that others see: whether they are published,
+or on which tiers they are PRESENT. The columns are those after the change, or in the middle of it;
+the callback must not call the allocator, and looks later, when the call has ended."""
+
 _FORM_BITS = np.asarray([FORM_BITS[form] for form in Form], np.uint8)
 _EMPTY = PoolSizes(blocks=0, snapshots=0)
 
@@ -87,6 +92,7 @@ class Allocator:
         self.leases = Leases()
         self.on_evict: list[OnEvict] = []
         self.on_freed: list[OnFreed] = []
+        self.on_touched: list[OnTouched] = []
         self.topology = Topology.of(self.entries)
         self._tiers = [t for t in Tier if any(p.capacity for p in self.pools[t].values())]
         self._rank = np.zeros(places, np.int32)
@@ -216,6 +222,7 @@ class Allocator:
         self._require((known == 0) | (known == kinds), ids, f"has other kinds than {kinds:#x}")
         columns.state[tier, ids] = after
         columns.kinds[ids] = kinds
+        self._touched(ids)
         self._changed()
 
     def abort(self, entries: Ids, tier: Tier = Tier.DEVICE) -> None:
@@ -241,6 +248,7 @@ class Allocator:
         copies = (self.entries.state[:, ids] == TierState.PRESENT).sum(axis=0)
         self._require(copies > 1, ids, f"is whole on {tier.name} only")
         self.entries.state[tier, ids] = after
+        self._touched(ids)
         self._settle(ids)
         self._changed()
 
@@ -330,6 +338,7 @@ class Allocator:
         """
         ids = self._distinct(entries)
         publication.attach(self.entries, ids, _integers(parents), self._ranks)
+        self._touched(ids)
         self._changed()
 
     def attach_snapshot(self, entry: int, block: int) -> None:
@@ -339,8 +348,20 @@ class Allocator:
           EntryError: it is not an unpublished snapshot that is PRESENT on a tier; the block is not
             published, or has a snapshot.
         """
-        self._distinct(np.asarray([entry, block]))
-        publication.attach_snapshot(self.entries, entry, block)
+        self.attach_snapshots(np.asarray([entry]), np.asarray([block]))
+
+    def attach_snapshots(self, entries: Ids, blocks: Ids) -> None:
+        """Publishes snapshots, each at the end of one of as many published blocks.
+
+        Raises:
+          EntryError: as ``attach_snapshot``; none is published.
+        """
+        ids, under = _integers(entries), _integers(blocks)
+        if ids.size != under.size:
+            raise EntryError(f"{ids.size} snapshots need as many blocks, not {under.size}")
+        self._distinct(np.concatenate([ids, under]))
+        publication.attach_snapshots(self.entries, ids, under)
+        self._touched(ids)
         self._changed()
 
     def detach(self, entries: Ids) -> None:
@@ -353,6 +374,7 @@ class Allocator:
         ids = self._distinct(entries)
         publication.require_detachable(self.entries, ids, self._ranks)
         publication.detach(self.entries, ids)
+        self._touched(ids)
         self._settle(ids)
         self._changed()
 
@@ -366,6 +388,7 @@ class Allocator:
         shown = np.flatnonzero(columns.published).astype(np.int32)
         self._announce(shown, Tier.DEVICE)
         publication.detach(columns, shown)
+        self._touched(shown)
         self.leases.lose()
         columns.leases[:] = 0
         self._settle(np.flatnonzero(columns.state.any(axis=0)).astype(np.int32))
@@ -398,6 +421,8 @@ class Allocator:
 
     def _clear(self, tier: Tier, ids: Int32[np.ndarray, " n"]) -> None:
         """Takes entries that have a place on the tier through the table to ABSENT."""
+        if not ids.size:
+            return
         state, place = self.entries.state[tier], self.entries.place[tier]
         before = state[ids]
         for old, event in ((TierState.FILLING, Event.ABORT), (TierState.PRESENT, Event.DRAIN)):
@@ -405,6 +430,7 @@ class Allocator:
             if moving.size:
                 state[moving] = advance(state[moving], event)
         state[ids] = advance(state[ids], Event.FREE)
+        self._touched(ids)
         places, forms = place[ids], self.entries.form[ids]
         place[ids] = NONE
         for form, pool in self.pools[tier].items():
@@ -468,9 +494,14 @@ class Allocator:
         lost = chosen[~kept[chosen]]
         self._announce(lost, tier)
         publication.detach(columns, lost)
+        self._touched(lost)
         self._settle(lost)
         here = chosen[kept[chosen] & (columns.state[tier, chosen] == TierState.PRESENT)]
         self._clear(tier, here)
+
+    def _touched(self, ids: Int32[np.ndarray, " n"]) -> None:
+        for tell in self.on_touched if ids.size else ():
+            tell(ids)
 
     def _raise_floor(self, form: Form, ids: Int32[np.ndarray, " n"]) -> None:
         if ids.size:

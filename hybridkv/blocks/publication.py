@@ -41,17 +41,18 @@ def attach(
     np.add.at(entries.children, linked, 1)
 
 
-def attach_snapshot(entries: Entries, entry: int, block: int) -> None:
-    """Publishes a snapshot at the end of a published block; see ``Allocator.attach_snapshot``."""
-    one, under = np.asarray([entry], np.int32), np.asarray([block], np.int32)
-    _require(~entries.published[one], one, "is published already")
-    _require(_whole(entries, one, Form.SNAPSHOT), one, "is no snapshot PRESENT on a tier")
+def attach_snapshots(
+    entries: Entries, ids: Int32[np.ndarray, " n"], under: Int32[np.ndarray, " n"]
+) -> None:
+    """Publishes snapshots at the ends of published blocks; see ``Allocator.attach_snapshots``."""
+    _require(~entries.published[ids], ids, "is published already")
+    _require(_whole(entries, ids, Form.SNAPSHOT), ids, "is no snapshot PRESENT on a tier")
     shown = entries.published[under] & (entries.form[under] == Form.BLOCK)
     _require(shown, under, "is no published block for a snapshot to stand on")
     _require(entries.snapshot[under] == NONE, under, "has a snapshot already")
-    entries.published[entry] = True
-    entries.parent[entry] = block
-    entries.snapshot[block] = entry
+    entries.published[ids] = True
+    entries.parent[ids] = under
+    entries.snapshot[under] = ids
 
 
 def require_detachable(entries: Entries, ids: Int32[np.ndarray, " n"], ranks: Ranks) -> None:

@@ -11,6 +11,7 @@ Nothing compiles after construction.
 
 import contextlib
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -123,6 +124,10 @@ class Engine:
         self._next, self._version, self._parked_bytes = 0, 0, 0
         self._decode_seconds = 0.0
         """Of the last turn's decode step; 0 where there was none."""
+        self.on_turn: list[Callable[[], None]] = []
+        """Told after each turn, on the engine's thread."""
+        self.turn_lock = threading.Lock()
+        """Held during a turn: between two, another thread may look at the books."""
         self._idle = IdlePublisher(self.runner)
         self._guard = CompileGuard(mode="raise" if options.strict else "count")
         self._guard.arm()
@@ -257,9 +262,14 @@ class Engine:
     def stages(self) -> dict[Stage, int]:
         """How many requests are where."""
         counts = dict.fromkeys(Stage, 0)
-        for task in self._tasks.values():
+        for task in list(self._tasks.values()):  # another thread may ask between two turns
             counts[task.stage] += 1
         return counts
+
+    @property
+    def idle_queued(self) -> int:
+        """Requests whose generated tokens wait to be published."""
+        return self._idle.queued
 
     @property
     def idle_counters(self) -> IdleCounters:
@@ -302,6 +312,13 @@ class Engine:
 
     def step(self) -> bool:
         """One turn; False where there was nothing to compute."""
+        with self.turn_lock:
+            busy = self._turn()
+        for tell in self.on_turn:
+            tell()
+        return busy
+
+    def _turn(self) -> bool:
         now = self._clock()
         self._turn_tiers()
         self._settle(now)
@@ -362,6 +379,7 @@ class Engine:
             self._end(self._tasks[id_], Finish.TIMED_OUT)
         for id_ in arrangement.late:
             self.counters.late_restores += 1
+            self._note_restore(self._tasks[id_], "late")
             self._stop_restoring(self._tasks[id_])
         for id_ in arrangement.park:
             if id_ in self._tasks:
@@ -419,7 +437,9 @@ class Engine:
             if task.ticket is not None:
                 task.restores += 1
                 task.stage = Stage.RESTORING
-                task.restore_by = self._clock() + self.options.restore_s
+                task.coming = task.brought.plus(runner.allocator.entries, hold.plan)
+                task.restore_began = self._clock()
+                task.restore_by = task.restore_began + self.options.restore_s
                 self.counters.restores += 1
                 return
             task.restored, task.hold = not ours or has_loads(hold.plan), None
@@ -440,6 +460,8 @@ class Engine:
             task.output.plan = sequence.plan
             self.counters.reused_tokens += task.output.reused
             self.counters.replayed_tokens += task.output.replayed
+            totals, geometry = self.counters.prompts, runner.model.geometry
+            self.counters.prompts = totals.plus(sequence.plan, geometry, task.brought)
 
     def _would_load(self, task: Task) -> bool:
         """Whether a request without a slot has something to wait for meanwhile."""
@@ -479,9 +501,14 @@ class Engine:
             if state is not RestoreState.PENDING:
                 # What is pushed out again before there is a slot may be brought once more.
                 ours = self._restores is self.runner.mover and state is RestoreState.READY
+                self._note_restore(task, state.value)
                 if ours and task.hold is not None:
                     task.output.loaded += self.runner.loaded_tokens(task.hold.plan)
+                    task.brought = task.coming
                 self._stop_restoring(task, again=ours and task.restores < MOST_RESTORES)
+
+    def _note_restore(self, task: Task, end: str) -> None:
+        self.counters.restore_seconds[end].note(self._clock() - task.restore_began)
 
     def _stop_restoring(self, task: Task, *, again: bool = False) -> None:
         """Back to the queue with what there is now. Nothing runs between this and its admission."""
@@ -603,8 +630,11 @@ class Engine:
             for row, task in rows:
                 task.note_logits(values[row])
         for number, (_, task) in enumerate(rows):
+            before, count = task.output.last_token_s, len(task.output.pieces)
             end = take(task, chosen, number, self._clock() - task.arrived)
             self.counters.new_tokens += end is None or end.finish is not Finish.FAILED
+            if len(task.output.pieces) > count:
+                self.counters.note_token(task.output, before)
             if end is not None:
                 self._end(task, end.finish, end.reason)
 

@@ -56,6 +56,11 @@ class IdlePublisher:
         return bool(self._queue) or self._sequence is not None
 
     @property
+    def queued(self) -> int:
+        """Requests whose tokens wait to be computed again, the one at hand included."""
+        return len(self._queue) + (self._sequence is not None)
+
+    @property
     def holds_room(self) -> bool:
         """Whether ``give_way`` would free a slot and blocks."""
         return self._sequence is not None

@@ -114,6 +114,8 @@ class Runner:
             replay=sizes.replay,
         )
         self._clock = clock
+        self.on_reset: list[Callable[[], None]] = []
+        """Told when allocator and directory are new and still empty."""
         self.mover: Mover | None = None
         here = leaf.placement()
         cache = self.steps.warm_up(Cache.init(geometry, capacity, here))
@@ -155,6 +157,8 @@ class Runner:
         self.ledger = Ledger() if sizes.ledger else None
         self._free = list(range(sizes.capacity.slots))[::-1]
         self._running: dict[int, Sequence] = {}
+        for tell in self.on_reset:
+            tell()
         if self.mover is not None:
             self.mover.bind()
 

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hybridkv.engine.accounts import NOTHING_BROUGHT, Brought
 from hybridkv.engine.parking import Parked
 from hybridkv.engine.requests import Output, Request
 from hybridkv.engine.restores import RestoreTicket
@@ -65,6 +66,12 @@ class Task:
     """A restore was tried: it is not tried again."""
     restores: int = 0
     """Restores that were begun."""
+    restore_began: float = 0.0
+    """When the last one was."""
+    brought: Brought = NOTHING_BROUGHT
+    """What they brought."""
+    coming: Brought = NOTHING_BROUGHT
+    """The same, with what the restore under way is to bring."""
     sequence: Sequence | None = None
     parked: Parked | None = None
     leader: "Task | None" = None

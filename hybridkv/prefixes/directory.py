@@ -15,6 +15,7 @@ Ownership: the thread of the allocator, whose eviction callback withdraws what i
 
 import dataclasses
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 from jaxtyping import Bool, Int, Int32, UInt8, UInt32
@@ -56,6 +57,10 @@ class Match:
     """Why the run ends: None when it has every complete block, ``"never_published"``, or the cause
     for which the first missing block was withdrawn, such as ``"evicted:compressed"``."""
 
+
+OnPublish = Callable[[int, UInt32[np.ndarray, " n_block_tokens"], Int32[np.ndarray, " n"]], None]
+"""Told of blocks that just became visible, behind one another: the number of the first in its
+sequence, their tokens (read-only), their entries. The callback changes nothing here."""
 
 _FIRST = np.array([NONE], np.int32)
 """The parent of a first block."""
@@ -100,6 +105,7 @@ class Directory:
         self._ghosts = {form: Ghosts(ghosts) for form in Form}
         self._found: weakref.WeakKeyDictionary[TokenChain, Match] = weakref.WeakKeyDictionary()
         """The last match of every chain that was made here."""
+        self.on_publish: list[OnPublish] = []
         allocator.on_evict.append(self._evicted)
 
     def __len__(self) -> int:
@@ -132,6 +138,18 @@ class Directory:
         self._found[chain] = _NOTHING
         return chain
 
+    def register(self, chain: TokenChain, namespace: str = "") -> None:
+        """Lets a chain that was made elsewhere be looked up and published here.
+
+        For whoever has hashes of blocks and no tokens, such as a replay of a trace.
+
+        Raises:
+          ValueError: it starts from another root, or has other blocks.
+        """
+        if chain.root != self.identity.root(namespace) or chain.block_tokens != self.block_tokens:
+            raise ValueError(f"the chain is not of namespace {namespace!r} of this directory")
+        self._found[chain] = _NOTHING
+
     # Looking up.
 
     def find(self, chain: TokenChain) -> Match:
@@ -157,6 +175,16 @@ class Directory:
         )
         self._found[chain] = match
         return match
+
+    def last_match(self, chain: TokenChain) -> Match:
+        """What ``find`` last returned for a chain: right until something is published or withdrawn.
+
+        Raises:
+          ValueError: the chain was not made by this directory.
+        """
+        if chain not in self._found:
+            raise ValueError("the chain is not this directory's: make it with directory.chain()")
+        return self._found[chain]
 
     def snapshot_at(self, entries: Int[np.ndarray, " n"]) -> Int32[np.ndarray, " n"]:
         """The published snapshot that stands at the end of each block, or -1."""
@@ -249,6 +277,9 @@ class Directory:
         before = run[at - 1 : at] if at else _FIRST
         new = new[: self._enter(chain, at, new)]
         self.allocator.attach(new, np.concatenate([before, new[:-1]])[: new.size])
+        size = self.block_tokens
+        for tell in self.on_publish:
+            tell(at, chain.tokens[at * size : (at + new.size) * size], new)
         nothing = np.full(ids.size - old.size - new.size, NONE, np.int32)
         return np.concatenate([old, new, nothing])
 
@@ -263,22 +294,38 @@ class Directory:
             whole on the device, with every required kind.
           ValueError: the chain was not made by this directory.
         """
-        blocks, beyond = divmod(position, self.block_tokens)
-        run = self.find(chain).entries
-        if beyond or not 1 <= blocks <= run.size:
+        return bool(self.publish_snapshots(chain, np.array([position]), np.array([entry]))[0])
+
+    def publish_snapshots(
+        self, chain: TokenChain, positions: Int[np.ndarray, " n"], entries: Int[np.ndarray, " n"]
+    ) -> Bool[np.ndarray, " n"]:
+        """Makes a snapshot visible at each of some distinct positions; see ``publish_snapshot``.
+
+        Returns whether each entry is what stands there now.
+
+        Raises:
+          PublishError: as ``publish_snapshot``; none is published.
+          ValueError: the chain was not made by this directory.
+        """
+        ids, run = _as_ids(entries), self.find(chain).entries
+        at = np.asarray(positions, np.int64)
+        blocks = at // self.block_tokens
+        wrong = (at % self.block_tokens != 0) | (blocks < 1) | (blocks > run.size)
+        if wrong.any():
             raise PublishError(
-                f"no published block of the chain ends at {position}: it has {run.size} published "
-                f"blocks of {self.block_tokens} tokens"
+                f"no published block of the chain ends at {at[wrong][0]}: it has {run.size} "
+                f"published blocks of {self.block_tokens} tokens"
             )
-        block = int(run[blocks - 1])
-        standing = int(self.entries.snapshot[block])
-        if standing != NONE:
-            return standing == entry
-        self._require_whole(np.array([entry], np.int32), Form.SNAPSHOT)
-        self.entries.digest[entry] = self.entries.digest[block]
-        self.entries.position[entry] = position
-        self.allocator.attach_snapshot(entry, block)
-        return True
+        under = run[blocks - 1]
+        standing = self.entries.snapshot[under]
+        free = standing == NONE
+        new, below = ids[free], under[free]
+        if new.size:
+            self._require_whole(new, Form.SNAPSHOT)
+            self.entries.digest[new] = self.entries.digest[below]
+            self.entries.position[new] = at[free]
+            self.allocator.attach_snapshots(new, below)
+        return free | (standing == ids)
 
     def adopt(
         self,
@@ -314,6 +361,8 @@ class Directory:
         columns.position[ids] = np.arange(first + 1, end + 1) * self.block_tokens
         self._table.insert(ids)
         self.allocator.attach(ids, np.concatenate([[parent], ids[:-1]]).astype(np.int32))
+        for tell in self.on_publish:
+            tell(first, tokens, ids)
 
     def adopt_snapshot(self, block: int, entry: int) -> None:
         """Makes a snapshot visible that is whole on another tier, at a published block's end."""

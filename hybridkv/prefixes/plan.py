@@ -15,6 +15,7 @@ not on the device have to be brought there first; nothing is loaded that is chea
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Mapping
 
 import numpy as np
@@ -33,6 +34,7 @@ from hybridkv.prefixes.checks import (
 )
 from hybridkv.prefixes.cost import BY_TILES, CostModel
 from hybridkv.prefixes.directory import Directory, Match
+from hybridkv.prefixes.found import NOTHING_FOUND, Found
 from hybridkv.prefixes.hashing import TokenChain
 from hybridkv.prefixes.identity import Identity
 from hybridkv.prefixes.losses import Cause, Loss, Step, blame
@@ -107,6 +109,8 @@ class Plan:
     ``tokens - 1``; None where no ledger is kept."""
     losses: tuple[Loss, ...]
     """Ideal minus reused, by cause."""
+    found: Found = NOTHING_FOUND
+    """What there was of each kind for itself."""
 
     @property
     def reused(self) -> int:
@@ -154,6 +158,7 @@ class Miss:
     ideal: int | None
     losses: tuple[Loss, ...]
     outcome: Outcome = Outcome.COLD
+    found: Found = NOTHING_FOUND
 
     def explain(self) -> str:
         """One line."""
@@ -279,6 +284,12 @@ class _Search:
             return -1
         return int(self.snapshots[np.searchsorted(self.conditions.positions, position)])
 
+    @functools.cached_property
+    def reach(self) -> int:
+        """Tokens of a replay that ends at a tile boundary."""
+        far = round_up(self.geometry.longest_replay_tokens, self.options.tile)
+        return self.geometry.replay_tokens(far)
+
     def load_seconds(self) -> tuple[np.ndarray, np.ndarray]:
         """Of every block before each position: seconds to bring it to the device once its turn has
         come, float64 ``[n]``, and whether there is one to wait for, bool ``[n]``.
@@ -293,6 +304,20 @@ class _Search:
             waits |= tiers == tier
         last = positions // self.block - 1
         return np.cumsum(total)[last], (np.cumsum(waits) > 0)[last]
+
+
+def _found(search: _Search) -> Found:
+    """Each kind for itself; the counts of reports, on which no decision depends."""
+    entries, last = search.directory.entries, search.tokens - 1
+    whole, positions = search.whole, search.conditions.positions
+    tokens = {kind: min(position, last) for kind, position in whole.items()}
+    for kind, held in search.conditions.snapshots.items():
+        tokens[kind] = int(max(positions[held], default=0))
+    on_disk = entries.state[Tier.DISK, search.match.entries] == TierState.PRESENT
+    tokens[Kind.DISK_PREFIX] = min(search.block * _leading(on_disk), last)
+    index = whole.get(Kind.INDEXER, search.matched)
+    refused = max(whole.get(Kind.COMPRESSED, index) - index, 0) // search.block
+    return Found(looked_up=len(search.digests), refused=refused, tokens=tokens)
 
 
 def holds(entries: Entries, ids: np.ndarray, kind: Kind, *, anywhere: bool = False) -> np.ndarray:
@@ -354,6 +379,7 @@ def _plan(search: _Search, match: Match, found: Intersection, ideal: int | None)
         seconds=way.seconds,
         ideal=ideal,
         losses=() if ideal is None else _losses(search, match, found, way.start, ideal),
+        found=_found(search),
     )
 
 
@@ -434,9 +460,7 @@ def _state_seconds(search: _Search, at: np.ndarray) -> tuple[np.ndarray, np.ndar
 def _replay_starts(search: _Search, positions: np.ndarray) -> np.ndarray:
     """``replay_start`` of each position; at tile boundaries a replay is as long everywhere."""
     tile = search.options.tile
-    far = round_up(search.geometry.longest_replay_tokens, tile)
-    reach = search.geometry.replay_tokens(far)
-    return np.maximum(positions - reach, 0) // tile * tile
+    return np.maximum(positions - search.reach, 0) // tile * tile
 
 
 def _needs(search: _Search, copied: bool, loads: np.ndarray) -> Mapping[Kind, Action]:
@@ -540,6 +564,7 @@ def _miss(search: _Search, match: Match, ideal: int | None) -> Miss:
         seconds=options.cost.compute(start=0, tokens=tokens, tile=options.tile),
         ideal=ideal,
         losses=losses,
+        found=_found(search),
     )
 
 

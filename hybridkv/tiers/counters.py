@@ -3,6 +3,8 @@
 import dataclasses
 
 from hybridkv.blocks.entries import Tier
+from hybridkv.kinds import Kind
+from hybridkv.tiers.durations import Durations
 
 
 def _zeros() -> dict[Tier, int]:
@@ -26,6 +28,13 @@ class TierCounters:
     """Loads that nobody waited for any more."""
     spoiled: dict[Tier, int] = dataclasses.field(default_factory=_zeros)
     """Entries whose bytes on a tier could not be used."""
+    refused: dict[Kind, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(Kind, 0))
+    """Those of them that were refused for the bytes of one kind."""
+    load_seconds: dict[Tier, Durations] = dataclasses.field(
+        default_factory=lambda: {tier: Durations() for tier in (Tier.HOST, Tier.DISK)}
+    )
+    """From the request of a load to its last write, of loads that brought everything, by the
+    slowest tier that they read."""
     failed_stores: dict[Tier, int] = dataclasses.field(default_factory=_zeros)
     no_room: dict[Tier, int] = dataclasses.field(default_factory=_zeros)
     """Copies that found no room on a tier."""

@@ -21,18 +21,30 @@ from hybridkv.kinds import Kind
 from hybridkv.prefixes.directory import Directory
 from hybridkv.prefixes.needs import block_kinds, snapshot_kinds
 from hybridkv.tiers.store import Store
-from hybridkv.tiers.store.records import BlockPlace, Extension, StoredExtension
+from hybridkv.tiers.store.records import Extension, StoredExtension
 
 
 @dataclasses.dataclass(kw_only=True)
 class Removals:
-    """What nobody keeps any more."""
+    """What nobody keeps any more, by the digest of the tokens that it ends at or stands on."""
 
-    blocks: list[BlockPlace] = dataclasses.field(default_factory=list)
-    snapshots: list[str] = dataclasses.field(default_factory=list)
+    blocks: list[bytes] = dataclasses.field(default_factory=list)
+    snapshots: list[bytes] = dataclasses.field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.blocks or self.snapshots)
+
+    def apply(self, store: Store, *, compact_share: float) -> None:
+        """Removes them, then compacts the store if so much of it is dead. On the writer's thread.
+
+        Raises:
+          StoreWriteError: a file could not be changed; may be tried again.
+        """
+        blocks = [place for x in self.blocks if (place := store.find(x)) is not None]
+        snapshots = [id_ for x in self.snapshots if (id_ := store.find_snapshot(x)) is not None]
+        store.remove(blocks, snapshots, with_children=True)
+        if store.dead_bytes > compact_share * store.bytes_used:
+            store.compact()
 
 
 class DiskTier:
@@ -190,12 +202,8 @@ class DiskTier:
             digest = self._digests[form].pop(place, None)
             if digest is None or not self.store.writable:
                 continue
-            if form == Form.BLOCK:
-                found = self.store.find(digest)
-                self.to_remove.blocks += [found] if found is not None else []
-            else:
-                name = self.store.find_snapshot(digest)
-                self.to_remove.snapshots += [name] if name is not None else []
+            removals = self.to_remove
+            (removals.blocks if form == Form.BLOCK else removals.snapshots).append(digest)
 
 
 def spoil(

@@ -10,6 +10,7 @@ the owner's, but for ``bring``, which a worker runs.
 """
 
 import collections
+import contextlib
 import dataclasses
 import threading
 import time
@@ -36,10 +37,14 @@ _LOOK_S = 0.01
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Source:
-    """Where one entry's bytes are: one of the three is set."""
+    """Where one entry's bytes are: ``host``, or on disk; there, where exactly is asked for when
+    they are read (``Bringer.placed``), and stands in ``segment`` or ``snapshot``.
+    """
 
     entry: int
     host: HostWords | None = None
+    digest: bytes = b""
+    """Of the tokens up to it, where its bytes are on disk."""
     segment: str | None = None
     index: int = 0
     """Row of the segment."""
@@ -102,10 +107,13 @@ class Load:
         self.done = 0
         """Parts that are committed."""
         self.ended = False
+        self.began = time.perf_counter()
         self.ready: collections.deque[tuple[Part, tuple[jax.Array, ...]]] = collections.deque()
         self.seconds: dict[Tier, float] = {Tier.HOST: 0.0, Tier.DISK: 0.0}
         """Of the worker, by where the bytes were."""
         self.bytes: dict[Tier, int] = {Tier.HOST: 0, Tier.DISK: 0}
+        self._placed = self.parts
+        """With the places that the worker reads."""
         self._given_up = threading.Event()
         self._error: BaseException | None = None
         self._room = threading.Semaphore(staged)
@@ -133,8 +141,13 @@ class Load:
         Raises:
           LoadFailed: bytes are missing or not what was put away; what is staged is whole.
         """
-        segments = bringer.segments([s for part in self.parts for s in part.sources])
-        for part in self.parts:
+        with bringer.reading(self.parts):
+            self._placed = bringer.placed(self.parts)
+            self._bring(bringer, moved)
+
+    def _bring(self, bringer: "Bringer", moved: int) -> None:
+        segments = bringer.segments([s for part in self._placed for s in part.sources])
+        for part in self._placed:
             while not self._room.acquire(timeout=_LOOK_S):
                 if self._given_up.is_set():
                     return
@@ -173,7 +186,7 @@ class Load:
         """Those that can't be used when one can't: all of its segment."""
         return [
             each
-            for part in self.parts
+            for part in self._placed
             for each in part.sources
             if each is source or (each.segment is not None and each.segment == source.segment)
         ]
@@ -214,6 +227,33 @@ class Bringer:
         self._host, self._store = host, store
         self._sharding = jax.sharding.SingleDeviceSharding(device)
         self._prefetched, self._digests, self._faults = prefetched, digests, faults
+
+    def reading(self, parts: Sequence[Part]) -> contextlib.AbstractContextManager[None]:
+        """While it is held, places of these parts in the store stay what they are."""
+        on_disk = any(source.host is None for part in parts for source in part.sources)
+        if self._store is None or not on_disk:
+            return contextlib.nullcontext()
+        return self._store.reading()
+
+    def placed(self, parts: Sequence[Part]) -> tuple[Part, ...]:
+        """The same parts with where their bytes are in the store now."""
+        return tuple(
+            dataclasses.replace(
+                part, sources=tuple(self._place(part.form, s) for s in part.sources)
+            )
+            for part in parts
+        )
+
+    def _place(self, form: Form, source: Source) -> Source:
+        if source.host is not None or self._store is None:
+            return source
+        if form == Form.SNAPSHOT:
+            name = self._store.find_snapshot(source.digest)
+            return dataclasses.replace(source, snapshot=name or "gone")
+        found = self._store.find(source.digest)
+        if found is None:
+            return dataclasses.replace(source, segment="gone")
+        return dataclasses.replace(source, segment=found.segment, index=found.index)
 
     def segments(self, sources: Sequence[Source]) -> SegmentRows:
         """Of these sources; those that were prefetched are not read again."""

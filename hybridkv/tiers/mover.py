@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -145,6 +145,7 @@ class Mover:
             self._host,
             self._disk,
             sizes=options.host,
+            compact_share=options.compact_share,
             copier=self._copier,
             writer=self._writer,
             limit=options.queue,
@@ -181,6 +182,11 @@ class Mover:
     def busy(self) -> bool:
         """Whether anything is under way or waits to be stored."""
         return self._storing.busy or bool(self._loads)
+
+    @property
+    def queued(self) -> Mapping[Tier, int]:
+        """Prefixes that wait to be stored, by the tier they wait for."""
+        return self._storing.queued
 
     # Loads.
 
@@ -224,13 +230,7 @@ class Mover:
             place = int(columns.place[Tier.HOST, entry])
             return Source(entry=entry, host=self._host.at(form, place))
         assert self._disk is not None, "a plan loads from a tier that is not there"
-        digest = self._disk.digest(entry)
-        if form == Form.SNAPSHOT:
-            return Source(entry=entry, snapshot=self._disk.store.find_snapshot(digest) or "gone")
-        found = self._disk.store.find(digest)
-        if found is None:
-            return Source(entry=entry, segment="gone")
-        return Source(entry=entry, segment=found.segment, index=found.index)
+        return Source(entry=entry, digest=self._disk.digest(entry))
 
     def turn(self, *, allowance: float | None = None) -> bool:
         """Once a turn: writes what has come, ends what is done, starts what is next to store.
@@ -304,6 +304,9 @@ class Mover:
             self.counters.loaded_bytes[tier] += load.bytes[tier]
             if seconds > 0:
                 self._measure(tier, load.bytes[tier] / seconds)
+        if error is None and load.done == len(load.parts):
+            slowest = max(source.tier for part in load.parts for source in part.sources)
+            self.counters.load_seconds[slowest].note(time.perf_counter() - load.began)
         if error is None:
             self._left += [load] if unfinished else []
             return
@@ -332,6 +335,8 @@ class Mover:
             entries = np.asarray([s.entry for s in sources if s.tier == tier], np.int32)
             entries = entries[columns.state[tier, entries] == TierState.PRESENT]
             self.counters.spoiled[tier] += entries.size
+            if kind is not None:
+                self.counters.refused[kind] += entries.size
             if entries.size and keep and tier == Tier.DISK and self._disk is not None:
                 self._disk.keep(entries)
             if entries.size:
@@ -363,12 +368,14 @@ class Mover:
         """
         forms = self._device.allocator.entries.form[entries]
         pairs = zip(forms.tolist(), entries.tolist(), strict=True)
-        sources = [self._source(Form(form), entry) for form, entry in pairs]
-        segments, found = self._bringer.segments(sources), []
-        for source in sources:
-            words = self._bringer.words(source, segments)
-            self._bringer.verify(source, words)
-            found.append(np.asarray(words))
+        parts = [Part(form=Form(f), sources=(self._source(Form(f), entry),)) for f, entry in pairs]
+        with self._bringer.reading(parts):
+            sources = [part.sources[0] for part in self._bringer.placed(parts)]
+            segments, found = self._bringer.segments(sources), []
+            for source in sources:
+                words = self._bringer.words(source, segments)
+                self._bringer.verify(source, words)
+                found.append(np.asarray(words))
         return found
 
     # Reading ahead.
@@ -383,20 +390,28 @@ class Mover:
         columns, store = self._device.allocator.entries, self._disk.store
         blocks = plan.loads[columns.form[plan.loads] == Form.BLOCK]
         alone = blocks[columns.state[Tier.HOST, blocks] != TierState.PRESENT]
-        found = [store.find(self._disk.digest(entry)) for entry in alone.tolist()]
-        names = list(dict.fromkeys(place.segment for place in found if place is not None))
+        one_of: dict[str, bytes] = {}
+        """A block of each segment: a segment may be another one when it is read."""
+        for digest in map(self._disk.digest, alone.tolist()):
+            place = store.find(digest)
+            if place is not None:
+                one_of.setdefault(place.segment, digest)
         size = self._device.moved_blocks * self._device.geometry.block_bytes
-        names = names[: self.options.prefetch_bytes // max(size, 1)]
-        for first in range(0, len(names), _PREFETCHED_AT_ONCE):
-            some = names[first : first + _PREFETCHED_AT_ONCE]
+        digests = list(one_of.values())[: self.options.prefetch_bytes // max(size, 1)]
+        for first in range(0, len(digests), _PREFETCHED_AT_ONCE):
+            some = digests[first : first + _PREFETCHED_AT_ONCE]
             self._loader.submit(functools.partial(self._read_ahead, store, some), priority=-1.0)
 
-    def _read_ahead(self, store: Store, names: Sequence[str]) -> None:
+    def _read_ahead(self, store: Store, digests: Sequence[bytes]) -> None:
+        """Reads the segments of blocks."""
         self.options.faults.reach(Point.PREFETCH)
         try:
-            for name, array in store.read_segments([x for x in names if x not in self._prefetched]):
-                self._prefetched.put(name, array)
-                self.counters.prefetched += 1
+            with store.reading():
+                found = [place.segment for x in digests if (place := store.find(x)) is not None]
+                names = [x for x in dict.fromkeys(found) if x not in self._prefetched]
+                for name, array in store.read_segments(names):
+                    self._prefetched.put(name, array)
+                    self.counters.prefetched += 1
         except Damaged as error:  # the load that needs it finds it too, and acts
             self.counters.failed_prefetches += 1
             self.counters.last_error = str(error)

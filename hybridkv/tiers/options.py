@@ -34,6 +34,9 @@ class TierOptions:
     tier, and ``Mover.unusable`` and the log say why."""
     disk_bytes: int | None = None
     """Bytes of all files of the store; None for no limit but ``disk``."""
+    compact_share: float = 0.25
+    """Segments of which most was removed are written anew when what is dead in them is more than
+    this share of the store; 1 leaves it to ``scripts/prefix_store.py prune``."""
     digests: bool = True
     """Verify every kind's digest of what comes back before it is published."""
     staged: int = 4
@@ -81,5 +84,7 @@ class TierOptions:
             raise UserError(f"staged, moves_a_turn and queue must be at least 1, got {self}")
         if not self.decode_share > 0:
             raise UserError(f"decode_share is a share of a step's time, got {self.decode_share}")
+        if not 0 < self.compact_share <= 1:
+            raise UserError(f"compact_share is a share of the store, got {self.compact_share}")
         if (self.path is None) != (self.disk.blocks == 0):
             raise UserError("a disk tier has both a path and places: give path= and disk=")

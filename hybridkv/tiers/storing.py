@@ -13,7 +13,7 @@ here is ever waited for. The owner's thread, but for the workers' jobs.
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -67,6 +67,7 @@ class Storing:
         disk: DiskTier | None,
         *,
         sizes: PoolSizes,
+        compact_share: float,
         copier: Worker,
         writer: Worker,
         limit: int,
@@ -75,7 +76,7 @@ class Storing:
         faults: Faults,
     ) -> None:
         self._device, self._host, self._disk = device, host, disk
-        self._has_host = sizes.blocks > 0
+        self._has_host, self._compact_share = sizes.blocks > 0, compact_share
         self._writes = disk is not None and disk.store.writable
         self._copier, self._writer, self._limit = copier, writer, limit
         self._counters, self._clock, self._faults = counters, clock, faults
@@ -96,6 +97,11 @@ class Storing:
         """Whether something waits or is under way."""
         under_way = self._to_host or self._to_disk or self._removing
         return bool(self._for_host or self._for_disk or under_way) or self._must_remove
+
+    @property
+    def queued(self) -> Mapping[Tier, int]:
+        """Prefixes that wait, by the tier they wait for."""
+        return {Tier.HOST: len(self._for_host), Tier.DISK: len(self._for_disk)}
 
     def add(self, chain: TokenChain) -> None:
         """A prefix of the chain was published."""
@@ -393,9 +399,8 @@ class Storing:
         if disk is None or self._removing or not self._must_remove:
             return
         removals, disk.to_remove = disk.to_remove, Removals()
-        future = self._writer.submit(
-            lambda: disk.store.remove(removals.blocks, removals.snapshots, with_children=True)
-        )
+        share = self._compact_share
+        future = self._writer.submit(lambda: removals.apply(disk.store, compact_share=share))
         self._removing = removals, future
 
     def _removed(self) -> int:

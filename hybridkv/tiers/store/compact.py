@@ -11,25 +11,9 @@ import numpy as np
 from jaxtyping import UInt32
 
 from hybridkv.tiers.store.index import Index
-from hybridkv.tiers.store.manifest import SEGMENTS, Manifest
+from hybridkv.tiers.store.manifest import Manifest
 from hybridkv.tiers.store.records import BlockPlace, Damaged
 from hybridkv.tiers.store.writing import Writer
-
-
-def sparse(index: Index) -> list[str]:
-    """Segments of which less than half is alive, in the order of their tokens."""
-
-    def place(segment: str) -> tuple[bytes, int, str]:
-        owner, number = index.blocks[min(index.rows[segment].items())[1]]
-        extension = index.manifests[owner].extension
-        return extension.root, extension.first + number, segment
-
-    found = [
-        segment
-        for segment, rows in index.rows.items()
-        if 2 * len(rows) < index.folders[f"{SEGMENTS}/{segment}"].rows
-    ]
-    return sorted(found, key=place)
 
 
 def rewrite(
@@ -52,7 +36,7 @@ def rewrite(
         moved.update(zip((digest for digest, _ in waiting[:count]), places, strict=True))
         del waiting[:count]
 
-    for segment in sparse(index):
+    for segment in index.sparse():
         try:
             rows = read(segment)
         except Damaged as error:

@@ -102,6 +102,21 @@ class Index:
         for name in names - self.folders.keys():
             self.checks.pop(name.removeprefix(f"{SEGMENTS}/"), None)
 
+    def sparse(self) -> list[str]:
+        """Segments of which less than half is alive, in the order of their tokens."""
+
+        def place(segment: str) -> tuple[bytes, int, str]:
+            owner, number = self.blocks[min(self.rows[segment].items())[1]]
+            extension = self.manifests[owner].extension
+            return extension.root, extension.first + number, segment
+
+        found = [
+            segment
+            for segment, rows in self.rows.items()
+            if 2 * len(rows) < self.folders[f"{SEGMENTS}/{segment}"].rows
+        ]
+        return sorted(found, key=place)
+
     def ordered(self) -> Iterator[Manifest]:
         """Every manifest after those it depends on."""
         return iter(sorted(self.manifests.values(), key=_order))

@@ -7,6 +7,7 @@ r"""The half of a store that only reads: what is committed, where it is, and its
 Threads: any, at any time. Nothing is written or deleted here, whatever is found.
 """
 
+import contextlib
 import pathlib
 import threading
 import types
@@ -23,6 +24,7 @@ from hybridkv.prefixes.identity import Identity
 from hybridkv.tiers.faults import Faults, Point
 from hybridkv.tiers.store import verify as store_verify
 from hybridkv.tiers.store.folder import Folder, may_pass, one_line
+from hybridkv.tiers.store.gate import Gate
 from hybridkv.tiers.store.header import FILE, Header
 from hybridkv.tiers.store.index import Index
 from hybridkv.tiers.store.loading import Loader
@@ -62,6 +64,7 @@ class StoreReader:
         self._faults = faults
         self._mutex = threading.Lock()  # the index, held for moments
         self._looking = threading.Lock()  # the loader, held while a folder is read
+        self._gate = Gate()  # places of blocks
         self._loader = Loader(folder, header, faults)
         self._rows = RowReader(folder, header.layout)
         self._made = folder.version(FILE)
@@ -126,6 +129,21 @@ class StoreReader:
         """All that is committed and whole, parents before children."""
         with self._mutex:
             return tuple(manifest.stored for manifest in self._index.ordered())
+
+    @property
+    def dead_bytes(self) -> int:
+        """Bytes that compaction would free, about: of rows that were removed, in its segments."""
+        with self._mutex:
+            index = self._index
+            found = [(index.folders[f"{SEGMENTS}/{x}"], len(index.rows[x])) for x in index.sparse()]
+        return sum(folder.bytes * (folder.rows - alive) // folder.rows for folder, alive in found)
+
+    def reading(self) -> contextlib.AbstractContextManager[None]:
+        """While it is held no block changes its place: what ``find`` says can be read.
+
+        Of this process. Another one that compacts is found out by reading: ``Damaged``.
+        """
+        return self._gate.reading()
 
     def extension_bytes(self, extension_id: str) -> int:
         """Bytes of the folders that an extension uses; shared segments count in full. KeyError."""

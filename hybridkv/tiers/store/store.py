@@ -219,8 +219,8 @@ class Store(StoreReader):
     def compact(self) -> int:
         """Writes segments anew of which less than half is alive; returns the bytes freed.
 
-        Places of their blocks change: ``find`` and ``extensions`` tell the new ones. A segment that
-        can't be read stays as it is, and stands in ``problems``.
+        Places of their blocks change, when nobody is ``reading``: ``find`` and ``extensions`` tell
+        the new ones. A segment that can't be read stays as it is, and stands in ``problems``.
 
         Raises:
           StoreWriteError: a file could not be changed; what is left is whole.
@@ -239,7 +239,8 @@ class Store(StoreReader):
         except BaseException:
             self._stale = True
             raise
-        self._apply(changes, writer)
+        with self._gate.moving():
+            self._apply(changes, writer)
         self._remember_unread(unread)
         return before - self._bytes
 

@@ -183,6 +183,63 @@ def test_places_of_a_store_that_was_compacted_are_asked_for_when_they_are_read(w
     world.at_rest()
 
 
+def half_evicted(tmp_path, **options):
+    """Four blocks of eight and the snapshot on them, the fourth alone in its segment."""
+    world = World(disk=pools(32), path=tmp_path / "s", **options)
+    world.publish(IDS, snapshots=(4,))
+    world.stored()
+    world.restart()
+    world.allocator.evict(blocks=4, tier=Tier.DISK)
+    return world
+
+
+@pytest.mark.parametrize("share", [0.01, 1.0])
+def test_what_is_mostly_dead_is_written_anew_beyond_a_share_of_the_store(tmp_path, share):
+    world = half_evicted(tmp_path, compact_share=share)
+    store = world.mover.store
+    before = store.find(world.chain(IDS).digests[3].tobytes())
+    world.settle()
+    assert (store.dead_bytes == 0) == (share < 1)
+    after = store.find(world.chain(IDS).digests[3].tobytes())
+    assert (after == before) == (share == 1)
+    assert store.verify() == []
+    assert world.start_of(IDS) == 4 * BLOCK
+    world.at_rest()
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["loaded", "read ahead"])
+def test_what_is_wanted_before_a_compaction_is_read_where_it_is_then(tmp_path, ahead):
+    world = half_evicted(tmp_path, compact_share=1.0)
+    world.settle()
+    if ahead:
+        world.mover.wanted(world.plan(IDS))
+    else:
+        hold, ticket = world.begin(IDS)
+    assert world.mover.store.compact() > 0
+    if ahead:
+        world.workers[0].step()
+        assert world.mover.counters.prefetched == 2
+        assert world.start_of(IDS) == 4 * BLOCK
+    else:
+        world.settle(lambda: ticket.state() is not RestoreState.PENDING)
+        assert ticket.state() is RestoreState.READY
+        world.end(hold, ticket)
+        assert world.use(IDS).start == 4 * BLOCK
+    assert (world.mover.counters.failed_loads, world.mover.counters.failed_prefetches) == (0, 0)
+    world.at_rest()
+
+
+def test_what_was_given_up_before_a_compaction_leaves_the_store_after_it(tmp_path):
+    world = half_evicted(tmp_path, compact_share=1.0)
+    world.settle()
+    world.allocator.evict(snapshots=1, tier=Tier.DISK)
+    world.allocator.evict(blocks=1, tier=Tier.DISK)
+    assert world.mover.store.compact() > 0
+    world.settle()
+    assert (world.mover.store.blocks, world.mover.store.snapshots) == (3, 0)
+    world.at_rest()
+
+
 @pytest.mark.parametrize("writable", [True, False])
 def test_damage_is_forgotten_once_and_only_a_writer_removes_it(world, writable):
     reader = world if writable else reader_of(world)

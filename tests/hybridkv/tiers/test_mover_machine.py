@@ -41,7 +41,9 @@ class MoverMachine(RuleBasedStateMachine):
         more = {"host": pools(8, 3)} if host or not disk else {}
         if disk:
             more |= {"disk": pools(12, 4), "path": pathlib.Path(self.folder.name) / "s"}
-        self.world = World(device=pools(14, 4), debug=False, moves_a_turn=2, **more)
+        # What is dead is written anew at once, whatever is under way.
+        compact = {"compact_share": 0.001}
+        self.world = World(device=pools(14, 4), debug=False, moves_a_turn=2, **compact, **more)
         self.held, self.resets = [], 0
         for path in PROMPTS[:2]:
             self.publish(path, {3, len(path)}, True)

@@ -266,9 +266,11 @@ def test_compaction_moves_what_is_alive_out_of_segments_that_are_mostly_dead(pat
             kept.append(extension(tokens(1, seed)))
         full = commit(store, extension(tokens(2, 9)))
         store.remove(full.blocks[1:])  # half alive: stays
-        before = store.bytes_used
+        before, dead = store.bytes_used, store.dead_bytes
         freed = store.compact()
         assert 0 < freed == before - store.bytes_used
+        assert freed / 2 < dead < 2 * freed  # about
+        assert store.dead_bytes == 0
         assert store.bytes_used == sum(stores.files(path).values())
         assert len(os.listdir(path / "segments")) == 3  # 3 + 1 blocks, and the half one
         assert store.find(full.extension.digest(0)) == full.blocks[0]

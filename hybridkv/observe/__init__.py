@@ -1,0 +1,1 @@
+"""Metrics, events and views of engines; nothing below imports this."""

@@ -1,0 +1,225 @@
+"""Serves a model over HTTP as OpenAI's API does: completions and chats, streamed or not.
+
+    python scripts/serve.py                                    # http://127.0.0.1:8000/v1
+    python scripts/serve.py --model smollm2 --context 4096 --slots 4
+    python scripts/serve.py --host 0.0.0.0 --api-keys keys.txt --store ~/prefixes
+
+One process, one engine. Each API key is a tenant, whose prompts share prefixes with each other and
+with nobody else's. See docs/serving.md.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import logging
+import pathlib
+import socket
+import sys
+from typing import Any
+
+import command_line
+import decode_models
+
+from hybridkv.engine.engine import Engine, EngineOptions
+from hybridkv.engine.generate import default_options
+from hybridkv.engine.generated import Publish
+from hybridkv.engine.runner import RunnerOptions
+from hybridkv.engine.sampling import MOST_LOGPROBS
+from hybridkv.errors import UserError
+from hybridkv.state.capacity import Capacity
+from models.text import Text
+
+try:
+    import uvicorn
+    from serving_app import ServerOptions, is_loopback, make_app
+    from serving_engine import EngineThread
+    from serving_prompts import Served
+    from serving_tenants import Keys
+except ImportError as missing:
+    if missing.name not in ("fastapi", "pydantic", "starlette", "uvicorn"):
+        raise
+    command_line.fail(f"{missing.name} is missing: pip install 'hybridkv[serve]'")
+
+AFTER_GRACE_S = 5.0
+"""Seconds for cancelled answers to be sent before connections are cut."""
+KEEP_ALIVE_S = 65
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    decode_models.add_arguments(parser)
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on; the default is this machine's")
+    add("--port", type=int, default=8000, help="0: a free one")
+    add("--served-name", help="the model's name in requests; its folder or --model otherwise")
+    add("--api-keys", type=pathlib.Path, help="file of keys that may ask, one a line")
+    add("--allow-anyone", action="store_true", help="listen beyond this machine without --api-keys")
+    add("--allow-host", action="append", default=[], help="another name in Host headers")
+    add("--slots", type=int, default=4, help="choices that run at once")
+    add("--max-waiting", type=int, default=64, help="choices that wait for a slot; then 429")
+    add("--max-body-bytes", type=int, default=ServerOptions.max_body_bytes)
+    add("--default-max-tokens", type=int, help="of a chat that does not say; else the context")
+    add("--request-timeout", type=float, help="seconds that a request may take")
+    add("--grace", type=float, default=30.0, help="seconds for requests to finish at the end")
+    add("--logprobs", type=int, default=5, help="likeliest tokens that may be asked for")
+    add("--digests", action="store_true", help="tell a digest of all logits with each choice")
+    keep = argparse.BooleanOptionalAction
+    add("--ledger", action=keep, default=True, help="remember all tokens, to blame what is lost")
+    add("--scheme", choices=decode_models.SCHEMES, default="hybrid")
+    add("--publish", choices=[x.value for x in Publish], default="canonical")
+    add("--store", type=pathlib.Path, help="folder of prefixes that outlive this")
+    add("--host-tokens", type=int, default=0, help="room in host memory")
+    parser.set_defaults(token_ids=None)
+    return parser.parse_args(argv)
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Refuses sizes out of range, and an open door that nobody asked for.
+
+    Raises:
+      UserError: either.
+    """
+    least = {"context": 1, "slots": 1, "max_body_bytes": 1, "max_waiting": 0, "port": 0}
+    least |= {"snapshots": 0, "host_tokens": 0, "store_tokens": 0, "grace": 0, "logprobs": 0}
+    if args.default_max_tokens is not None:
+        least["default_max_tokens"] = 1
+    for name, bound in least.items():
+        if getattr(args, name) < bound:
+            option = name.replace("_", "-")
+            raise UserError(f"--{option} must be at least {bound}, got {getattr(args, name)}")
+    if args.logprobs > MOST_LOGPROBS:
+        raise UserError(f"--logprobs must be at most {MOST_LOGPROBS}, got {args.logprobs}")
+    if args.port > 65535:
+        raise UserError(f"--port must be at most 65535, got {args.port}")
+    if args.request_timeout is not None and not args.request_timeout > 0:
+        raise UserError(f"--request-timeout must be above 0, got {args.request_timeout}")
+    if not is_loopback(args.host) and args.api_keys is None and not args.allow_anyone:
+        raise UserError(
+            f"whoever reaches {args.host} could use this server: give --api-keys FILE, or "
+            "--allow-anyone if that is meant"
+        )
+
+
+def make_engine(args: argparse.Namespace, runtime: Any, text: Text) -> Engine:
+    """The engine that the command line asks for."""
+    steps = default_options(runtime)
+    if args.tile:
+        steps = dataclasses.replace(steps, tile=args.tile)
+    one = Capacity.for_tokens(runtime.geometry, tokens=args.context + steps.tile)
+    # One sequence's room beyond what runs, for what is stored.
+    capacity = dataclasses.replace(one, slots=args.slots, blocks=one.blocks * (args.slots + 1))
+    sizes = RunnerOptions(
+        capacity=capacity,
+        snapshots=args.snapshots,
+        reuse=args.scheme != "off",
+        ledger=args.ledger,
+        tiers=decode_models.tiers(args, runtime, args.store),
+    )
+    options = EngineOptions(
+        publish=Publish(args.publish), logprobs=args.logprobs, digests=args.digests
+    )
+    return Engine(runtime, steps, sizes, options, text=text)
+
+
+def served(args: argparse.Namespace, runtime: Any, text: Text) -> Served:
+    """What requests depend on."""
+    name = args.served_name
+    if name is None:
+        name = args.model if args.checkpoint is None else args.checkpoint.resolve().stem
+    return Served(
+        name=name,
+        runtime=runtime,
+        text=text,
+        context=args.context,
+        logprobs=args.logprobs,
+        choices=args.slots + args.max_waiting,
+        template=text.chats if args.chat is None else args.chat,
+        default_tokens=args.default_max_tokens,
+        timeout_s=args.request_timeout,
+    )
+
+
+class Server(uvicorn.Server):
+    """Ends in order: takes nothing new, lets what runs end within a time, cancels the rest."""
+
+    def __init__(self, config: uvicorn.Config, thread: EngineThread, grace_s: float) -> None:
+        super().__init__(config)
+        self._engine_thread, self._grace_s = thread, grace_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See the class; then as uvicorn does."""
+        self._engine_thread.stop_taking()
+        loop = asyncio.get_running_loop()
+        cancelling = loop.call_later(self._grace_s, self._engine_thread.cancel_all)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            cancelling.cancel()
+
+
+def make_server(app: Any, thread: EngineThread, *, host: str, port: int, grace_s: float) -> Server:
+    """A server of an application, not yet listening."""
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        loop="asyncio",
+        http="h11",
+        ws="none",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(grace_s + AFTER_GRACE_S),
+    )
+    return Server(config, thread, grace_s)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens.
+
+    Raises:
+      UserError: the address is taken, or none of this machine.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family)
+    except OSError as error:
+        raise UserError(f"cannot listen on {host} port {port}: {error.strerror}") from error
+
+
+def main() -> int:
+    """Loads the model, listens, and serves until it is told to end."""
+    args = parse(sys.argv[1:])
+    check_arguments(args)
+    keys = Keys.read(args.api_keys)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    command_line.use_compilation_cache()
+    runtime, text = decode_models.load(args)
+    assert text is not None  # only token ids go without
+    model = served(args, runtime, text)
+    if model.template and not text.chats:
+        raise UserError("this model has no chat template: leave --chat out")
+    thread = EngineThread(
+        lambda: make_engine(args, runtime, text), slots=args.slots, max_waiting=args.max_waiting
+    )
+    hosts = frozenset(args.allow_host) if is_loopback(args.host) else None
+    app = make_app(
+        model, keys, thread, ServerOptions(max_body_bytes=args.max_body_bytes, hosts=hosts)
+    )
+    with listen(args.host, args.port) as sock:
+        host = f"[{args.host}]" if ":" in args.host else args.host
+        url = f"http://{host}:{sock.getsockname()[1]}/v1"
+        print(f"{model.name} at {url}, ready when /health says so", file=sys.stderr, flush=True)
+        server = make_server(app, thread, host=args.host, port=args.port, grace_s=args.grace)
+        server.run(sockets=[sock])
+    return 0
+
+
+if __name__ == "__main__":
+    command_line.run(main)
