@@ -38,6 +38,8 @@ FLOAT32 = RowFormat(name="float32", bits=32, rope_bits=32)
 """Full precision: 4 bytes a channel."""
 BFLOAT16 = RowFormat(name="bfloat16", bits=16, rope_bits=16)
 """Half the bytes; rows are rounded once, when they are made."""
+BFLOAT16_WORDS = RowFormat(name="bfloat16_words", bits=16, rope_bits=16)
+"""The same numbers, two to a 32-bit word: for TPUs, where only words can be copied row by row."""
 FP8_ROPE16 = RowFormat(
     name="fp8_rope16", bits=8, rope_bits=16, scale_block=64, scale_bytes=1, align=8
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 
 @jax.tree_util.register_dataclass
@@ -23,6 +23,13 @@ class Active:
     def all(cls, n: int) -> "Active":
         """Every one of ``n`` sequences."""
         return cls(jnp.arange(n, dtype=jnp.int32), jnp.asarray(n, jnp.int32))
+
+    @property
+    def mask(self) -> Bool[Array, " n"]:
+        """Which ones that is."""
+        n = self.order.shape[0]
+        at = jnp.where(jnp.arange(n, dtype=jnp.int32) < self.count, self.order, n)
+        return jnp.zeros((n,), bool).at[at].set(True, mode="drop")
 
 
 def map_sequences(

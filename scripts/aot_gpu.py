@@ -2,6 +2,8 @@
 
 import os
 import pathlib
+import re
+import subprocess
 from typing import Any
 
 from hybridkv.errors import UserError
@@ -44,10 +46,19 @@ _B200: dict[str, Any] = {
     "description": "NVIDIA B200",
 }
 _DEVICES = {"h100": _H100, "b200": _B200}
+_TARGET = re.compile(r"^\.target (\w+)", re.MULTILINE)
+_ENTRY = re.compile(r"\.entry (\w+)")
+_NAME = re.compile(r"Compiling entry function '(\w+)'")
+_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_OF_XLA = re.compile(r"fusion|^wrapped_|^memset|^AddressComputation")
+"""Names of kernels that are not ours."""
 
 
-def environment(packages: pathlib.Path) -> dict[str, str]:
+def environment(packages: pathlib.Path, dump: pathlib.Path | None = None) -> dict[str, str]:
     """Variables for a process that compiles, whose packages lie in ``packages``.
+
+    With ``dump`` it writes there what it compiles, for ``resources``.
 
     Raises:
       UserError: no ``ptxas`` there nor on the path.
@@ -58,7 +69,36 @@ def environment(packages: pathlib.Path) -> dict[str, str]:
         path = f"{found[-1].parent}{os.pathsep}{path}"
     elif not any((pathlib.Path(x) / "ptxas").exists() for x in path.split(os.pathsep)):
         raise UserError(f"no ptxas in {packages} nor on the PATH: run `make .venv-cuda/.aot`")
-    return {"JAX_PLATFORMS": "cpu", "PATH": path, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    found_flags = os.environ.get("XLA_FLAGS", "")
+    flags = {} if dump is None else {"XLA_FLAGS": f"{found_flags} --xla_dump_to={dump}".strip()}
+    return {"JAX_PLATFORMS": "cpu", "PATH": path, "TF_CPP_MIN_LOG_LEVEL": "3", **flags}
+
+
+def resources(dump: pathlib.Path) -> list[dict[str, Any]]:
+    """Registers of a thread and spilled bytes of each Pallas kernel in ``dump``, by ``ptxas``."""
+    found: dict[str, dict[str, Any]] = {}
+    for file in sorted(dump.glob("*.ptx")):
+        text = file.read_text()
+        target = _TARGET.search(text)
+        if target is None or all(map(_OF_XLA.search, _ENTRY.findall(text))):
+            continue
+        command = ["ptxas", "-arch", target[1], "-v", "-o", os.devnull, str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        _, *parts = _NAME.split(done.stderr)
+        for name, told in zip(parts[::2], parts[1::2], strict=True):
+            spills, registers = _SPILLS.search(told), _REGISTERS.search(told)
+            if spills and registers and not _OF_XLA.search(name):
+                found[name] = {
+                    "name": name,
+                    "registers": int(registers[1]),
+                    "spill_bytes": int(spills[1]) + int(spills[2]),
+                }
+    return list(found.values())
+
+
+def device_kind(name: str) -> str:
+    """What JAX calls the devices of a target."""
+    return str(_DEVICES[name]["description"])
 
 
 def devices(name: str) -> list[Any]:

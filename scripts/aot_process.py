@@ -45,7 +45,7 @@ def compile_cases(
     interpreter = _interpreter(target, python)
     with tempfile.TemporaryDirectory() as folder:
         base = pathlib.Path(folder)
-        dump = base / "dump" if schedule and target.platform == "tpu" else None
+        dump = base / "dump" if schedule else None
         if dump is not None:
             dump.mkdir()
         request, result = base / "request.json", base / "result.json"
@@ -108,7 +108,7 @@ def _environment(
         extra = aot_tpu.environment(dump)
     else:
         packages = sorted(interpreter.parent.parent.glob("lib/python3*/site-packages"))
-        extra = aot_gpu.environment(packages[0] if packages else interpreter.parent)
+        extra = aot_gpu.environment(packages[0] if packages else interpreter.parent, dump)
     return {**os.environ, **extra, "PYTHONPATH": str(ROOT)}
 
 

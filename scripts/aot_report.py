@@ -25,6 +25,7 @@ STEP_COLUMNS = (
     "limit GiB",
     "tokens that fit",
 )
+PROGRAM_COLUMNS = ("kernel", "target", "program", "registers a thread", "spilled bytes a thread")
 NOTE = (
     "Cycles are bundles of the loop that streams from HBM, one trip on its usual path (in brackets "
     "with every conditional part); KiB are those that its copies from HBM move in a trip, from the "
@@ -47,6 +48,34 @@ def kernel_rows(result: dict[str, Any]) -> list[list[str]]:
     return [
         [f"{name} {x['name']}" if several else name, *row[1:], *_loop_cells(x)] for x in kernels
     ] or [[*row, "", "", "", ""]]
+
+
+def program_rows(result: dict[str, Any]) -> list[list[str]]:
+    """The programs of a compiled GPU kernel."""
+    return [
+        [
+            f"{result['name']} ({result['implementation']})",
+            result["target"],
+            x["name"],
+            str(x["registers"]),
+            str(x["spill_bytes"]),
+        ]
+        for x in result.get("programs", ())
+    ]
+
+
+def reasons(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Why steps were refused, or not compiled with the kernels of their target: one line each."""
+    lines = []
+    for result in results:
+        if result["kind"] != "step":
+            continue
+        name = f"{result['name']} on {result['target']}"
+        if "not_by" in result:
+            lines.append(f"{name}: {result['kernels']} kernels, not those of {result['not_by']}")
+        if not result["ok"]:
+            lines.append(f"{name}: refused by the compiler: {result['error']}")
+    return lines
 
 
 def _loop_cells(kernel: dict[str, Any]) -> list[str]:

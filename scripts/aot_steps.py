@@ -27,6 +27,7 @@ from models.runtime import ModuleRuntime
 CACHE_FORMATS = {
     "float32": (formats.FLOAT32,) * 3,
     "bfloat16": (formats.BFLOAT16,) * 3,
+    "bfloat16_words": (formats.BFLOAT16, formats.BFLOAT16_WORDS, formats.BFLOAT16),
     "fp8": (formats.FP8_ROPE16, formats.FP8_ROPE16, formats.MXFP4),
 }
 """By name: how window rows, compressed rows and index rows are stored. ``fp8`` is the release's."""

@@ -6,13 +6,14 @@ The request names the target, the folder of the dumps if there is one, and the c
 written after each case, so that what was measured survives a crash of the compiler.
 """
 
+import contextlib
 import dataclasses
 import json
 import pathlib
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import aot_gpu
@@ -21,10 +22,12 @@ import aot_tpu
 import jax
 import kernel_cases
 import llo_schedule
+import numpy as np
 from aot_steps import AbstractStep, StepCase, abstract_step, only_read
 from targets import GIB, Target, target_of
 
 from hybridkv.errors import UserError
+from pallas_kernels.tuning import table as tuning
 
 _REFUSED = re.compile(
     r"required for HLO \w+ \(([\d.]+)([KMGT])\)|Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm"
@@ -57,7 +60,11 @@ def _run(
         if kind == "step":
             sharded = case.pop("sharded")
             return _step(StepCase(**case), target, devices if sharded else devices[:1])
-        return _kernel(case["name"], case["implementation"], target, devices[0], dump)
+        name, chosen, tried = case["name"], case["implementation"], case.get("tried")
+        if not tried:
+            return _kernel(name, chosen, target, devices[0], dump)
+        with tuning.trying(kernel_cases.tuned_operation(name, chosen), **tried):
+            return {**_kernel(name, chosen, target, devices[0], dump), "tried": tried}
     except UserError as error:
         return {"name": case.get("name", kind), "user_error": str(error)}
 
@@ -80,8 +87,11 @@ def _kernel(
         return result | {"ok": False, "error": _line(x)}
     result["traffic"] = dataclasses.asdict(case.traffic)
     if result["ok"] and dump is not None:
-        kernels = llo_schedule.read(dump, delay_slots=target.delay_slots)
-        result["kernels"] = [aot_roofline.summary(x, target) for x in kernels]
+        if target.platform == "cuda":
+            result["programs"] = aot_gpu.resources(dump)
+        else:
+            kernels = llo_schedule.read(dump, delay_slots=target.delay_slots)
+            result["kernels"] = [aot_roofline.summary(x, target) for x in kernels]
         for path in dump.iterdir():
             path.unlink()
     return result
@@ -149,6 +159,18 @@ def _jitted(step: AbstractStep) -> Any:
     return jax.jit(step.function, donate_argnums=2, out_shardings=step.out_shardings)
 
 
+@contextlib.contextmanager
+def _told(arguments: tuple[Any, ...]) -> Iterator[None]:
+    """Kernels that ask which chip they are traced for are told: that of the arguments."""
+    devices = jax.tree.leaves(arguments)[0].sharding.device_set
+    if len(devices) > 1:
+        yield
+        return
+    mesh = jax.sharding.Mesh(np.asarray(list(devices)), ("chip",))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        yield
+
+
 def _compile(function: Any, arguments: tuple[Any, ...], target: Target) -> dict[str, Any]:
     """Compiles; what the compiler refuses is a result, not an error.
 
@@ -156,7 +178,8 @@ def _compile(function: Any, arguments: tuple[Any, ...], target: Target) -> dict[
       NotImplementedError: a kernel does not support the input.
     """
     started = time.perf_counter()
-    lowered = function.trace(*arguments).lower(lowering_platforms=(target.platform,))
+    with _told(arguments):
+        lowered = function.trace(*arguments).lower(lowering_platforms=(target.platform,))
     traced = time.perf_counter()
     try:
         compiled = lowered.compile()

@@ -8,14 +8,15 @@ r"""Measures speed as ratios within one run.
     python scripts/benchmark.py schemes --json docs/benchmarks/schemes.json
     python scripts/benchmark.py tiers --json docs/benchmarks/tiers.json
     python scripts/benchmark.py kernels --json docs/benchmarks/kernels.json
+    python scripts/benchmark.py serve --json docs/benchmarks/serve.json
 
 ``decode``: prefill and decode rates and cache bytes per token of a random 43 M model, and the cost
 of a decode step as the context grows. ``control``: planning against a million blocks.
 ``reuse``: time to first token when prompts share a beginning. ``engine``: many requests together,
 time between tokens while prompts arrive, and the engine's own share of a turn. ``schemes``: the
 hybrid cache, the generic one and no reuse. ``tiers``: prefixes from host memory and disk.
-``kernels``: each operation alone, beside a plain copy. Rounds of the sides alternate; medians
-count.
+``kernels``: each operation alone, beside a plain copy. ``serve``: what HTTP adds to a request.
+Rounds of the sides alternate; medians count.
 """
 
 import argparse
@@ -467,6 +468,29 @@ def kernels(args: argparse.Namespace) -> int:
     return 0
 
 
+def serve(args: argparse.Namespace) -> int:
+    """The ``serve`` subcommand."""
+    import benchmark_serve  # which needs the extra that the others do without
+
+    result = {**_machine(), **benchmark_serve.measure(args)}
+    benchmark_serve.report(result)
+    command_line.write_json(args.json, result)
+    return 0
+
+
+def _serve_parser(commands: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "serve", help="what the HTTP server adds to a request"
+    )
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=16, help="new tokens of a request")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--tile", type=int, default=128)
+    parser.set_defaults(run=serve)
+    return parser
+
+
 def _machine() -> dict[str, Any]:
     return {
         "device": command_line.device_name(),
@@ -531,7 +555,8 @@ def main() -> int:
     seven = commands.add_parser("kernels", help="each kernel operation alone")
     benchmark_kernels.add_arguments(seven)
     seven.set_defaults(run=kernels)
-    for some in (two, three, four, five, six, seven):
+    eight = _serve_parser(commands)
+    for some in (two, three, four, five, six, seven, eight):
         some.add_argument("--seed", type=int, default=0)
         some.add_argument("--json", metavar="FILE", help="write the result here too")
     args = parser.parse_args(sys.argv[1:])

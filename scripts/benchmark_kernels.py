@@ -11,6 +11,7 @@ other, so that a call costs what the device needs for it.
 
 import argparse
 import functools
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,6 +21,8 @@ import jax
 import jax.numpy as jnp
 import kernel_checks
 import kernel_inputs
+import kernel_peer
+import kernel_tuning
 import numpy as np
 from kernel_cases import KernelCase, Traffic, build
 
@@ -58,6 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--implementation", nargs="+", help="default: all that run here")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--calls", type=int, default=10, help="calls of a round, timed together")
+    kernel_tuning.add_arguments(parser)
+    parser.add_argument(
+        "--peer", choices=("tokamax",), help="compare with its references, numerically"
+    )
+    parser.add_argument("--peer-python", default=sys.executable, help="interpreter that has it")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -68,6 +76,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """
     if min(args.rounds, args.calls) < 1:
         raise UserError("--rounds and --calls must be at least 1")
+    if args.tune and args.peer:
+        raise UserError("--tune and --peer are two things: give one")
+    if args.tune:
+        return dict(kernel_tuning.by_clock(args, _interleaved))
+    if args.peer:
+        chosen = _implementations(args.implementation)[0]
+        return {"peer": kernel_peer.compare(args.peer_python, chosen, args.seed)}
     names = args.cases or (FULL if args.full else QUICK)
     wanted = _implementations(args.implementation)
     rows = [row for name in names for row in _case(name, wanted, args)]
@@ -159,6 +174,10 @@ def _speed(own: list[float], copy: list[float], case: KernelCase) -> dict[str, A
 
 def report(result: Mapping[str, Any]) -> None:
     """Prints the table."""
+    if "peer" in result:
+        return kernel_peer.report(result["peer"], result["device"])
+    if "tuned" in result:
+        return kernel_tuning.report(result)
     command_line.print_table(
         f"kernels on {result['device']}; error is the worst one, to float64",
         ["case", "by", "error", "us", "GB/s", "of a copy"],

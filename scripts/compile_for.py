@@ -5,6 +5,7 @@ compile_for.py kernel attention/dense/65536 --target v6e
 compile_for.py all --json docs/benchmarks/aot.json
 compile_for.py table docs/benchmarks/aot.json
 compile_for.py targets
+compile_for.py tune --target h100
 
 ``make aot`` sets up the compilers (``.venv-tpu``, ``.venv-cuda``) and runs ``all``.
 """
@@ -25,10 +26,11 @@ from rich.console import Console
 from targets import GIB, TARGETS, Target, target_of
 
 from hybridkv.errors import UserError
+from pallas_kernels.tuning import table as tuning
 
 WIDTH = 150
 """Of the tables, also where output goes to a file."""
-ALL_TARGETS = ("v5e", "v5p", "v6e", "tpu7x", "h100")
+ALL_TARGETS = ("v5e", "v5p", "v6e", "tpu7x", "h100", "b200")
 _SIZES: dict[str, Any] = {"slots": 8, "context": 65536, "cells_per_block": 16, "tile": 2048}
 ALL_STEPS: tuple[dict[str, Any], ...] = tuple(
     {"step": step, "model": model, **_SIZES}
@@ -51,6 +53,8 @@ def main() -> int:
     args = _parser().parse_args()
     if args.command == "targets":
         return _targets()
+    if args.command == "tune":
+        return _tune(args)
     if args.command == "table":
         print(aot_report.markdown(_read(args.file)["results"]))
         return 0
@@ -82,6 +86,14 @@ def _parser() -> argparse.ArgumentParser:
     kernel = commands.add_parser("kernel", help="kernels at V4-Flash sizes, with their schedules")
     kernel.add_argument("names", nargs="+", help="such as attention/dense/65536")
     kernel.add_argument("--implementation", choices=("tpu", "gpu", "reference"))
+    kernel.add_argument(
+        "--try",
+        dest="tried",
+        nargs="+",
+        metavar="NAME=VALUE",
+        default=[],
+        help="instead of the tuning table's values, such as warps=4",
+    )
     step = commands.add_parser("step", help="a whole step: does it compile, does it fit?")
     step.add_argument("step", choices=("tile", "decode"))
     _step_arguments(step)
@@ -99,6 +111,10 @@ def _parser() -> argparse.ArgumentParser:
     table = commands.add_parser("table", help="the tables of docs/benchmarks.md from a JSON file")
     table.add_argument("file", type=pathlib.Path)
     commands.add_parser("targets", help="what is known about each target")
+    tune = commands.add_parser("tune", help="write a GPU's tuning table by what its compiler says")
+    tune.add_argument("--target", required=True, help="h100 or b200")
+    tune.add_argument("--table", type=pathlib.Path, help="write it there, not where it is read")
+    tune.add_argument("--python", help="interpreter that has the compiler")
     return parser
 
 
@@ -127,7 +143,9 @@ def _requests(args: argparse.Namespace) -> list[tuple[str, list[dict[str, Any]]]
     if args.command == "kernel":
         target, _ = target_of(args.target)
         chosen = args.implementation or _implementation(target)
-        return [(args.target, [_kernel(name, chosen) for name in args.names])]
+        tried = _tried(args.tried)
+        cases = [{**_kernel(name, chosen), "tried": tried} for name in args.names]
+        return [(args.target, cases)]
     if args.command == "step":
         case = {field.name: getattr(args, field.name) for field in dataclasses.fields(StepCase)}
         return [(args.target, [{"kind": "step", "sharded": ":" in args.target, **case}])]
@@ -159,6 +177,16 @@ def _kernel(name: str, implementation: str) -> dict[str, Any]:
     return {"kind": "kernel", "name": name, "implementation": implementation}
 
 
+def _tried(given: Sequence[str]) -> dict[str, int]:
+    values = {}
+    for text in given:
+        name, _, value = text.partition("=")
+        if not name or not value.isdigit():
+            raise UserError(f"--try {text}: give NAME=VALUE with a whole number, such as warps=4")
+        values[name] = int(value)
+    return values
+
+
 def _implementation(target: Target) -> str:
     return {"tpu": "tpu", "cuda": "gpu"}[target.platform]
 
@@ -173,12 +201,31 @@ def _read(file: pathlib.Path) -> dict[str, Any]:
 def _print(results: Sequence[dict[str, Any]]) -> None:
     kernels = [row for x in results if x["kind"] == "kernel" for row in aot_report.kernel_rows(x)]
     steps = [aot_report.step_row(x) for x in results if x["kind"] == "step"]
+    programs = [row for x in results for row in aot_report.program_rows(x)]
     console = Console(width=max(Console().width, WIDTH))
     if kernels:
         command_line.print_table("kernels", aot_report.KERNEL_COLUMNS, kernels, console=console)
+    if any(x["kind"] == "kernel" and x.get("kernels") for x in results):
         print(aot_report.NOTE)
+    if programs:
+        columns = aot_report.PROGRAM_COLUMNS
+        command_line.print_table("programs of GPU kernels", columns, programs, console=console)
     if steps:
         command_line.print_table("steps", aot_report.STEP_COLUMNS, steps, console=console)
+    for line in aot_report.reasons(results):
+        print(line)
+
+
+def _tune(args: argparse.Namespace) -> int:
+    import kernel_tuning
+
+    found = kernel_tuning.by_compiler(args.target, args.python)
+    file = args.table or tuning.file_of(found.device)
+    tuning.write(found, file)
+    rows = [[x.operation, str(dict(x.key)), str(dict(x.values))] for x in found.entries]
+    columns = ("operation", "where", "not the default")
+    command_line.print_table(f"{found.device}: {file}", columns, rows)
+    return 0
 
 
 def _targets() -> int:

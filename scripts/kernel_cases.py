@@ -24,8 +24,21 @@ HEADS, WIDTH, ROPE, WINDOW = 64, 512, 64, 128
 INDEX_HEADS, INDEX_WIDTH, TOPK = 64, 128, 512
 SLOTS, TILE = 8, 128
 MOVED_BLOCKS = 8
-ROW_BYTES = {"float32": 4 * WIDTH, "bfloat16": 2 * WIDTH, "fp8_rope16": 584}
-INDEX_BYTES = {"float32": 4 * INDEX_WIDTH, "bfloat16": 2 * INDEX_WIDTH, "mxfp4": 68}
+LANES = 128
+ROW_BYTES = {
+    "float32": 4 * WIDTH,
+    "bfloat16": 2 * WIDTH,
+    "bfloat16_words": 2 * WIDTH,
+    "fp8_rope16": 584,
+    "fp8_block32": WIDTH + WIDTH // 32,
+    "fp4_e4m3": WIDTH // 2 + WIDTH // 16,
+}
+INDEX_BYTES = {
+    "float32": 4 * INDEX_WIDTH,
+    "bfloat16": 2 * INDEX_WIDTH,
+    "mxfp4": 68,
+    "fp8_index": 132,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +78,9 @@ class _Sizes:
     tokens: int = 65536
     rows: int | None = None
     format: str = "bfloat16"
+    whole_lanes: bool = False
+    """Whether packed rows of pools are as wide as a TPU has them: whole registers, one row after
+    the other. Of narrower ones XLA would lay out the blocks of a pool side by side instead."""
 
 
 def names() -> list[str]:
@@ -76,19 +92,25 @@ def names() -> list[str]:
         "attention/sparse/65536",
         "attention/sparse/1048576",
         "attention/sparse/1048576/rows256",
+        *(f"attention/sparse/{tokens}/bfloat16_words" for tokens in (65536, 1048576)),
+        "attention/dense/65536/bfloat16_words",
+        *(f"attention/dense/1048576/rows{rows}/fp8_rope16" for rows in (16, 64)),
+        "attention/sparse/1048576/fp8_rope16",
         "attention/window",
         "attention/tile_dense/65536/rows16",
         "attention/tile_sparse/65536",
+        "attention/tile_sparse/65536/bfloat16_words",
         "index_scores/65536",
         "index_scores/1048576",
         "index_scores/1048576/rows256",
+        "index_scores/1048576/mxfp4",
+        "index_scores/1048576/fp8_index",
         "index_scores/tile/65536",
         "moves/gather",
         "moves/scatter",
         "compression/overlap",
         "compression/plain",
-        "packing/encode/fp8_rope16",
-        "packing/decode/fp8_rope16",
+        *(f"packing/{way}/fp8_rope16" for way in ("encode", "decode")),
     ]
 
 
@@ -96,6 +118,12 @@ def exists(name: str, implementation: str) -> bool:
     """Whether the operation of this case has such an implementation, whatever it supports."""
     operation = name.partition("/")[0]
     return importlib.util.find_spec(f"pallas_kernels.{operation}.{implementation}") is not None
+
+
+def tuned_operation(name: str, implementation: str) -> str:
+    """What tuning tables call the operation of a case."""
+    parts = name.split("/")[: 2 if name.startswith("packing/") else 1]
+    return "/".join([*parts, implementation])
 
 
 def build(name: str, implementation: str) -> KernelCase:
@@ -111,7 +139,9 @@ def build(name: str, implementation: str) -> KernelCase:
     """
     for start, maker in _CASES.items():
         if name == start or name.startswith(start + "/"):
-            return maker(_sizes(name[len(start) + 1 :]), _function(start, implementation))
+            sizes = _sizes(name[len(start) + 1 :])
+            sizes = dataclasses.replace(sizes, whole_lanes=implementation == "tpu")
+            return maker(sizes, _function(start, implementation))
     raise UserError(f"no kernel case {name!r}: cases start with {', '.join(_CASES)}")
 
 
@@ -152,6 +182,15 @@ def _active(n: int) -> Active:
     return Active(_array((n,), jnp.int32), _array((), jnp.int32))  # type: ignore[arg-type]
 
 
+def _rows(sizes: _Sizes, ratio: int, per: int, width: int, n: int) -> BlockRows:
+    """As ``_pool``, with rows as wide as the kernel is to find them."""
+    rows = _pool(sizes.tokens, ratio, per, width, sizes.format, n)
+    blocks, per, stored = rows.pool.shape
+    if sizes.whole_lanes and rows.pool.dtype == jnp.uint8:
+        stored = math.ceil(stored / LANES) * LANES
+    return rows._replace(pool=_array((blocks, per, stored), rows.pool.dtype))  # type: ignore[arg-type]
+
+
 def _pool(tokens: int, ratio: int, per: int, width: int, format: str, n: int) -> BlockRows:
     """Pool and tables for ``n`` sequences of ``tokens`` tokens."""
     layout = RowLayout(format, width, ROPE if format == "fp8_rope16" else 0)
@@ -186,7 +225,7 @@ def _attention(sizes: _Sizes, kernel: Callable[..., Any], *, kind: str, t: int) 
     rows_read = 0
     if kind != "window":
         per = sizes.rows or 128 // ratio
-        arguments["rows"] = _pool(sizes.tokens, ratio, per, WIDTH, sizes.format, n)
+        arguments["rows"] = _rows(sizes, ratio, per, WIDTH, n)
         arguments["visible"] = _array((n, t), jnp.int32)
         rows_read = n * seen * row_bytes
     if kind == "sparse":
@@ -222,7 +261,7 @@ def _attention(sizes: _Sizes, kernel: Callable[..., Any], *, kind: str, t: int) 
 
 def _index_scores(sizes: _Sizes, kernel: Callable[..., Any], *, t: int) -> KernelCase:
     n = SLOTS if t == 1 else 1
-    pool = _pool(sizes.tokens, 4, sizes.rows or 32, INDEX_WIDTH, sizes.format, n)
+    pool = _rows(sizes, 4, sizes.rows or 32, INDEX_WIDTH, n)
     arguments = (
         _array((n, t, INDEX_HEADS, INDEX_WIDTH)),
         _array((n, t, INDEX_HEADS)),

@@ -4,6 +4,7 @@ Triton and not Mosaic GPU: one source reaches machine code for Hopper and Blackw
 without a GPU and runs in plain interpret mode on a CPU. JAX deprecates it from 0.11 on.
 """
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from pallas_kernels.blocks import BlockRows
 from pallas_kernels.interpreting import interpret_params
 from pallas_kernels.packing.layout import Format, RowLayout
 from pallas_kernels.sequences import Active
+from pallas_kernels.tuning.table import tuned
 
 SPAN = 512
 """Rows of one range: 64 times what a program's result weighs when it has to be joined."""
@@ -29,7 +31,18 @@ FEW_QUERIES = 16
 STEP = 32
 """Rows summed at once."""
 
-WARPS, STAGES = 8, 3
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What ``tuning.table`` may choose, keys ``format`` (of the rows) and ``width``.
+
+    Not the rows summed at once nor those of a range, whose sums have an order.
+    """
+
+    warps: int = 8
+    stages: int = 3
+    """Steps whose rows are on their way to a program, its own included."""
+
 
 _PACKED = "fp8_rope16"
 
@@ -77,6 +90,7 @@ def attend(
         stored,
         places,
         sizes=sizes,
+        tuning=tuned("attention/gpu", Tuning(), format=layouts[0].name, width=width),
     )
     return out.reshape(n, t, heads, width)
 
@@ -154,8 +168,6 @@ def _lengths(
     rows: BlockRows | None,
 ) -> Int[Array, " queries"]:
     """How many rows or picks each query reads; -1 where its sequence is idle."""
-    at = jnp.where(jnp.arange(n, dtype=jnp.int32) < active.count, active.order, n)
-    alive = jnp.zeros((n,), bool).at[at].set(True, mode="drop")
     if rows is None or visible is None:
         lengths = jnp.zeros((n, t), jnp.int32)
     elif picks is None:
@@ -163,7 +175,7 @@ def _lengths(
         lengths = jnp.clip(visible, 0, most)
     else:
         lengths = jnp.sum(picks < visible[..., None], axis=-1, dtype=jnp.int32)
-    return jnp.where(alive[:, None], lengths, -1).reshape(n * t)
+    return jnp.where(active.mask[:, None], lengths, -1).reshape(n * t)
 
 
 def _places(rows: BlockRows, picks: Int[Array, "n t k"]) -> Int[Array, "n t k"]:
@@ -185,7 +197,7 @@ def _readable(stored: jax.Array, layout: RowLayout) -> Any:
     return Packed(stored, jax.lax.bitcast_convert_type(pairs, jnp.uint16))
 
 
-def _call(*arrays: Any, sizes: Sizes) -> jax.Array:
+def _call(*arrays: Any, sizes: Sizes, tuning: Tuning) -> jax.Array:
     _, lengths, _, q, _, rows, picks = arrays
     most = _most(rows, picks, sizes)
     ranges = max(pl.cdiv(most, sizes.span), 1)
@@ -208,7 +220,7 @@ def _call(*arrays: Any, sizes: Sizes) -> jax.Array:
         program,
         grid=(queries, ranges, groups),
         out_shape=out,
-        compiler_params=plt.CompilerParams(num_warps=WARPS, num_stages=STAGES),
+        compiler_params=plt.CompilerParams(num_warps=tuning.warps, num_stages=tuning.stages),
         interpret=bool(interpret_params()),
         name="attend",
     )(*leaves)

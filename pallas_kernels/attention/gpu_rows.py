@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.packing import gpu_codes
+
 GROUP = 64
 """Channels that share a scale in ``fp8_rope16`` rows."""
 
@@ -52,27 +54,11 @@ def _unpacked(
     group = jnp.arange(max(width // GROUP, 1), dtype=jnp.int32)
     start = coded + 2 * (width - coded)
     has_scale = valid[:, None] & (group * GROUP < coded)[None, :]
-    unit = _power_of_two(_read(ref.bytes, at, start + group, has_scale))
+    unit = gpu_codes.ue8m0(_read(ref.bytes, at, start + group, has_scale))
     spread = (valid.shape[0], group.shape[0], width // group.shape[0])
     unit = jnp.broadcast_to(unit[:, :, None], spread).reshape(valid.shape[0], width)
-    value = (_e4m3(code) * unit).astype(jnp.bfloat16)
+    value = (gpu_codes.e4m3(code) * unit).astype(jnp.bfloat16)
     return jnp.where(small[None, :], value, jax.lax.bitcast_convert_type(wide, jnp.bfloat16))
-
-
-def _e4m3(code: jax.Array) -> jax.Array:
-    """float32 values of uint8 codes, by way of the float16 of the same fraction, 256 times less."""
-    code = code.astype(jnp.int32)
-    bits = ((code & 0x7F) << 7) | ((code & 0x80) << 8)
-    half = jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16)
-    return jnp.where((code & 0x7F) == 0x7F, jnp.nan, half.astype(jnp.float32) * 256.0)
-
-
-def _power_of_two(code: jax.Array) -> jax.Array:
-    """float32 values of ue8m0 codes; 0 is a subnormal number, 0xFF is NaN."""
-    code = code.astype(jnp.int32)
-    bits = jnp.where(code == 0, 0x00400000, code << 23)
-    bits = jnp.where(code == 0xFF, 0x7FC00000, bits)
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _read(ref: Any, at: tuple[jax.Array, ...], channel: jax.Array, mask: jax.Array) -> jax.Array:

@@ -22,11 +22,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.attention import tpu_packed
 from pallas_kernels.attention.tpu_plan import (
     AHEAD,
     BUFFERS,
     LANES,
-    SUBLANES,
     Plan,
     Scalars,
     first_block,
@@ -47,7 +47,7 @@ class Refs(NamedTuple):
     q: Any
     """float32 ``[1, queries, heads, width]``"""
     local: Any
-    """Stored ``[1, buffer / 8, 8, width]``, window rows of the sequence."""
+    """Stored ``[1, buffer / group, group, stored]``, window rows of the sequence."""
     sink: Any
     """float32 ``[heads, LANES]``"""
     pool: Any
@@ -66,6 +66,8 @@ class Refs(NamedTuple):
     """float32 ``[lines, LANES]``: sum of weights."""
     arrived: Any
     """``[BUFFERS]`` DMA semaphores."""
+    packed: tuple[tpu_packed.Side | None, tpu_packed.Side | None]
+    """Decoders of key blocks and of the window."""
 
 
 class Part(NamedTuple):
@@ -82,13 +84,18 @@ class Part(NamedTuple):
 def kernel(*refs: Any, plan: Plan) -> None:
     """One task. A task of an idle sequence writes zeros."""
     scalars = Scalars(*refs[: len(Scalars._fields)])
-    arrays = Refs(*refs[len(Scalars._fields) :])
+    rest = refs[len(Scalars._fields) :]
+    own = len(Refs._fields) - 1
+    arrays = Refs(*(*rest[:own], tpu_packed.sides(plan, rest[own:])))
     place, chunk = pl.program_id(0), pl.program_id(1)
 
     @pl.when((place == 0) & (chunk == 0))
     def _() -> None:
         for item in range(AHEAD):
             _start(item, scalars, arrays, plan)
+        for side in arrays.packed:
+            if side is not None:
+                side.decoder.prepare(side.scratch)
 
     @pl.when(place >= scalars.count[0])
     def _() -> None:
@@ -118,17 +125,22 @@ def _task(place: Any, chunk: Any, scalars: Scalars, refs: Refs, plan: Plan) -> N
         _wait(item, scalars, refs)
         for j in range(2 if paired else 1):
             block = first_block(number, plan.rows) + j
-            _clear(refs.keys, item & (BUFFERS - 1), j, size, length - block * size)
+            _clear(refs.keys, item & (BUFFERS - 1), j, plan, length - block * size)
+
+    def part(number: Any, j: int, rows: jax.Array) -> Part:
+        row = lax.broadcasted_iota(jnp.int32, (1, size), 1)
+        row = row + (first_block(number, plan.rows) + j) * size
+        seen = [row < scalars.visible[query + k] for k in range(plan.queries)]
+        return Part(refs.queries[...], rows, seen)
+
+    if plan.rows.packed is not None:
+        stream = Stream(base, end - base, arrive, part, window)
+        _packed_task(stream, length, scalars, refs, plan)
+        return
 
     def join(number: Any, many: int, *, first: bool = False) -> None:
         item = base + number
-        parts = []
-        for j in range(many):
-            rows = _key_block(item, j, refs, plan)
-            row = lax.broadcasted_iota(jnp.int32, (1, size), 1)
-            row = row + (first_block(number, plan.rows) + j) * size
-            seen = [row < scalars.visible[query + k] for k in range(plan.queries)]
-            parts.append([Part(refs.queries[...], rows, seen)])
+        parts = [[part(number, j, _key_block(item, j, refs, plan))] for j in range(many)]
         if first:
             parts[0].insert(0, window())
         # Between the products, so that the scalar work of the copies runs beside them.
@@ -161,11 +173,99 @@ def _task(place: Any, chunk: Any, scalars: Scalars, refs: Refs, plan: Plan) -> N
     lax.fori_loop(1, end - base, two, None)
 
 
+class Stream(NamedTuple):
+    """The items of one task."""
+
+    base: Any
+    """Its first one."""
+    items: Any
+    """How many."""
+    arrive: Callable[[Any], None]
+    """Waits for an item, by its number in the task, and clears what is past its rows."""
+    part: Callable[[Any, int, jax.Array], Part]
+    """Key block ``j`` of an item, with these rows."""
+    window: Callable[[], Part]
+
+
+def _packed_task(stream: Stream, length: Any, scalars: Scalars, refs: Refs, plan: Plan) -> None:
+    """As ``_task``, of packed rows.
+
+    Decoding keeps the vector units busy, summing mostly waits for itself: while a key block is
+    summed the next one is decoded, in the other of two places.
+    """
+    side, size = refs.packed[0], plan.rows.size
+    assert side is not None
+
+    def decode(number: Any, j: int, place: int) -> None:
+        _decode(stream.base + number, j, place, refs, plan)
+
+    def start(number: Any) -> None:
+        _start(stream.base + number + AHEAD, scalars, refs, plan)
+
+    def join(number: Any, j: int, place: int, beside: Callable[[], None]) -> None:
+        part = stream.part(number, j, side.get(size, place))
+        _sum([[part]], refs, plan, False, beside)
+
+    def begin(more: bool) -> None:
+        def beside() -> None:
+            if more:
+                decode(1, 0, 0)
+            start(0)
+
+        part = stream.part(0, 0, side.get(size, 1))
+        _sum([[stream.window(), part]], refs, plan, True, beside)
+
+    def single(number: Any, _: None = None) -> None:
+        stream.arrive(number)
+        decode(number, 0, 0)
+        join(number, 0, 0, lambda: start(number))
+
+    def pair(number: Any, more: bool) -> None:
+        def beside() -> None:
+            decode(number, 1, 1)
+            start(number)
+
+        join(number, 0, 0, beside)
+        join(number, 1, 1, lambda: decode(number + 1, 0, 0) if more else None)
+
+    def item(number: jax.Array, _: None) -> None:
+        more, both = number + 1 < stream.items, 2 * number * size < length
+        pl.when(more)(lambda: stream.arrive(number + 1))
+        pl.when(both & more)(lambda: pair(number, True))
+        pl.when(both & jnp.logical_not(more))(lambda: pair(number, False))
+        pl.when(jnp.logical_not(both))(lambda: join(number, 0, 0, lambda: start(number)))
+
+    @pl.when(stream.items == 0)
+    def _() -> None:
+        _sum([[stream.window()]], refs, plan, True)
+
+    if not plan.rows.paired:
+        pl.when(stream.items > 0)(lambda: _sum([[stream.window()]], refs, plan, True))
+        lax.fori_loop(0, stream.items, single, None)
+        return
+
+    @pl.when(stream.items > 0)
+    def _() -> None:
+        more = stream.items > 1
+        stream.arrive(0)
+        decode(0, 0, 1)
+        pl.when(more)(lambda: stream.arrive(1))
+        pl.when(more)(lambda: begin(True))
+        pl.when(jnp.logical_not(more))(lambda: begin(False))
+
+    lax.fori_loop(1, stream.items, item, None)
+
+
 def _window(lines: jax.Array, start: Any, chunk: Any, refs: Refs, plan: Plan) -> Part:
     """The window rows of a task; ``start`` is the first query's position."""
     group, offset = _window_start(chunk, plan)
-    stored = refs.local[0, pl.ds(group, plan.window_rows // SUBLANES)]
-    rows = _multiplied(stored.reshape(plan.window_rows, stored.shape[-1]), plan.local_dtype)
+    side = refs.packed[1]
+    if side is not None:
+        side.put(refs.local.at[0], group, plan.window_rows)
+        rows = side.get(plan.window_rows)
+    else:
+        stored = refs.local[0, pl.ds(group, plan.window_rows // plan.window_group)]
+        rows = _multiplied(stored.reshape(plan.window_rows, stored.shape[-1]), plan.local_dtype)
     # Positions relative to the first query, along sublanes for rows and along lanes for logits.
     before = offset + plan.window - 1
     row = lax.broadcasted_iota(jnp.int32, rows.shape, 0) - before
@@ -177,13 +277,14 @@ def _window(lines: jax.Array, start: Any, chunk: Any, refs: Refs, plan: Plan) ->
 
 
 def _window_start(chunk: Any, plan: Plan) -> tuple[Any, Any]:
-    """The group of 8 rows in which a task's window begins, and the row within it."""
+    """The group of rows in which a task's window begins, and the row within it."""
+    group = plan.window_group
     if plan.tasks == 1:
         return 0, 0
-    if plan.queries % SUBLANES == 0:
-        return chunk * (plan.queries // SUBLANES), 0
+    if plan.queries % group == 0:
+        return chunk * (plan.queries // group), 0
     row = chunk * plan.queries
-    return lax.shift_right_logical(row, 3), row & (SUBLANES - 1)
+    return lax.shift_right_logical(row, group.bit_length() - 1), row & (group - 1)
 
 
 def _start(item: Any, scalars: Scalars, refs: Refs, plan: Plan) -> None:
@@ -222,12 +323,20 @@ def _key_block(item: Any, j: int, refs: Refs, plan: Plan) -> jax.Array:
     return _multiplied(stored.reshape(size, stored.shape[-1]), plan.rows.dtype)
 
 
-def _clear(keys: Any, slot: Any, j: int, size: int, length: Any) -> None:
+def _decode(item: Any, j: int, place: int, refs: Refs, plan: Plan) -> None:
+    """Decodes key block ``j`` of an item that has arrived."""
+    side, size = refs.packed[0], plan.rows.size
+    assert side is not None
+    groups = size // refs.keys.shape[2]
+    side.put(refs.keys.at[item & (BUFFERS - 1)], j * groups, size, place)
+
+
+def _clear(keys: Any, slot: Any, j: int, plan: Plan, length: Any) -> None:
     """Zeroes rows from ``length`` on in key block ``j`` of a buffer, by selection: they may be NaN.
 
     Nothing to do in a full block, nor in one that the item does not have.
     """
-    group = keys.shape[2]
+    size, group = plan.rows.size, keys.shape[2]
     step = _CLEARED if size % _CLEARED == 0 else size
 
     def some(i: jax.Array, _: None) -> None:
@@ -239,6 +348,9 @@ def _clear(keys: Any, slot: Any, j: int, size: int, length: Any) -> None:
 
     @pl.when((length > 0) & (length < size))
     def _() -> None:
+        if plan.rows.packed is not None:
+            tpu_packed.clear_block(keys.at[slot], j * (size // group), size, length)
+            return
         lax.fori_loop(lax.div(length, jnp.int32(step)), size // step, some, None)
 
 
@@ -311,6 +423,11 @@ def _widened(x: jax.Array, width: int) -> jax.Array:
 
 def _multiplied(stored: jax.Array, dtype: Any) -> jax.Array:
     """Stored rows as what the matrix unit reads; bit patterns become bfloat16."""
+    if stored.dtype == jnp.uint32:  # two channels a word: the halves of a row
+        halves = [stored << 16, stored & jnp.uint32(0xFFFF0000)]
+        return jnp.concatenate([pltpu.bitcast(x, jnp.float32) for x in halves], axis=1).astype(
+            dtype
+        )
     return stored if stored.dtype == dtype else pltpu.bitcast(stored, dtype)
 
 

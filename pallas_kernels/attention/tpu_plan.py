@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from pallas_kernels.packing.layout import RowLayout
+from pallas_kernels.packing.tpu_rows import UNIT
 from pallas_kernels.sequences import Active
 
 LANES = 128
@@ -39,6 +41,8 @@ class KeyBlocks:
     """What rows are multiplied in."""
     paired: bool
     """Whether an item has two key blocks. The first then has one: it is summed with the window."""
+    packed: RowLayout | None = None
+    """How rows are packed, if they are: then they are decoded where they have arrived."""
 
     @property
     def item(self) -> int:
@@ -68,11 +72,18 @@ class Plan:
     heads: int
     window: int
     window_rows: int
-    """Rows read for the window part of a task, from a multiple of 8 on."""
+    """Rows read for the window part of a task, from a whole group on."""
     scale: float
     local_dtype: Any
     """What window rows are multiplied in."""
     rows: KeyBlocks
+    local_packed: RowLayout | None = None
+    """As ``rows.packed``, of window rows."""
+
+    @property
+    def window_group(self) -> int:
+        """Window rows that stand together; a task reads whole groups."""
+        return window_group(self.local_packed)
 
     @property
     def tasks(self) -> int:
@@ -154,6 +165,11 @@ def scalar_bytes(plan: Plan, n: int, table_entries: int) -> int:
     tasks = n * plan.tasks
     items = tasks * plan.rows.most_items + AHEAD
     return 4 * (2 * n + 1 + n * plan.t + table_entries + 2 * tasks + 1 + 2 * items)
+
+
+def window_group(packed: RowLayout | None) -> int:
+    """See ``Plan.window_group``."""
+    return SUBLANES if packed is None else UNIT
 
 
 def first_block(item: Any, rows: KeyBlocks) -> Any:

@@ -5,6 +5,7 @@ the worst score that is still picked, and one pass writes the picks in order. No
 follows the rows that a query sees, and capacity costs programs that end at once.
 """
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -25,21 +26,34 @@ from pallas_kernels.index_scores.gpu_kernel import (
     pick_program,
     score_program,
 )
+from pallas_kernels.index_scores.gpu_rows import split_channels
 from pallas_kernels.index_scores.reference import NO_ROW
 from pallas_kernels.interpreting import interpret_params
 from pallas_kernels.packing.layout import Format, RowLayout
 from pallas_kernels.sequences import Active
+from pallas_kernels.tuning.table import tuned
 
 SCORES = 2**25
 """Most scores kept at once (int32); queries wait for each other beyond it."""
 
-STEP = 128
-"""Rows scored at once."""
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What ``tuning.table`` may choose, keys ``format``, ``heads`` and ``width``."""
+
+    rows: int = 128
+    """Rows scored at once, a power of two up to ``SCORED``. Each has its own sums."""
+    warps: int = 4
+    """Of the program that scores; the others have 4."""
+    stages: int = 3
+    """Steps whose rows are on their way to a program, its own included."""
+
 
 PLAIN = 16
 """Of float32: without tensor cores more would not fit the registers."""
 
-_FORMATS = ("float32", "bfloat16")
+_PACKED = ("mxfp4", "fp8_index")
+_FORMATS = ("float32", "bfloat16", *_PACKED)
 
 
 def pick_rows(
@@ -53,27 +67,28 @@ def pick_rows(
     key_block: int = 512,
     format: Format = "float32",
 ) -> Int[Array, "n t topk"]:
-    """See ``api.pick_rows``. Queries are multiplied as bfloat16 with rows of bfloat16.
+    """See ``api.pick_rows``. Queries are multiplied as bfloat16 with all rows but float32 ones.
 
+    Codes of four and eight bits are multiplied as they are: bfloat16 has them exactly.
     ``key_block`` is an upper limit of the rows scored at once; it changes no bit.
 
     Raises:
       NotImplementedError: a format, width, number of heads or pool that it has no code for.
     """
-    format = format.format if isinstance(format, RowLayout) else format
-    _check(queries, rows, format)
+    layout = _layout(format, queries.shape[-1])
+    _check(queries, rows, layout)
     n, t, heads, width = queries.shape
-    sizes = _sizes(t, heads, width, rows, key_block, format)
-    seen = jnp.where(_alive(n, active)[:, None], visible, 0).reshape(n * t)
+    sizes = _sizes(t, heads, width, rows, key_block, layout)
+    seen = jnp.where(active.mask[:, None], visible, 0).reshape(n * t)
     # While all visible rows fit, scores do not matter and are not computed.
     lengths = jnp.where(seen > topk, seen, 0)
     blocks, per, _ = rows.pool.shape
-    pool = rows.pool if format == "float32" else _halves(rows.pool)
+    pool = _halves(rows.pool) if layout.name == "bfloat16" else rows.pool
     best = _in_chunks(
         lengths,
-        queries.reshape(n * t, heads, width).astype(sizes.dtype),
+        split_channels(queries, layout).reshape(n * t, heads, width).astype(sizes.dtype),
         weights.reshape(n * t, heads).astype(jnp.float32),
-        pool.reshape(blocks * per, width),
+        pool.reshape(blocks * per, -1),
         rows.table,
         topk=topk,
         sizes=sizes,
@@ -83,9 +98,20 @@ def pick_rows(
     return jnp.where((seen > topk)[:, None], best, every).reshape(n, t, topk)
 
 
-def _check(queries: jax.Array, rows: BlockRows, format: Format) -> None:
-    if format not in _FORMATS:
+def _layout(format: Format, width: int) -> RowLayout:
+    """The layout of rows that the programs read."""
+    name = format.name if isinstance(format, RowLayout) else format
+    if name not in _FORMATS or (name in _PACKED and name is format):
         raise NotImplementedError(f"the GPU kernel reads no index rows of format {format!r}")
+    layout = format if isinstance(format, RowLayout) else RowLayout(name, width)
+    if name == "fp8_index" and layout.groups > 1:
+        raise NotImplementedError(f"index width {width}: several float32 scales a row")
+    if name == "mxfp4" and width % layout.coding.group:
+        raise NotImplementedError(f"index width {width} is no whole number of scaled groups")
+    return layout
+
+
+def _check(queries: jax.Array, rows: BlockRows, layout: RowLayout) -> None:
     heads, width = queries.shape[-2:]
     if not 16 <= width <= 512 or width & (width - 1):
         raise NotImplementedError(f"index width {width} is not a power of two from 16 to 512")
@@ -93,27 +119,30 @@ def _check(queries: jax.Array, rows: BlockRows, format: Format) -> None:
         raise NotImplementedError(f"{heads} index heads do not fit one program: at most 128")
     if rows.pool.shape[0] == 0 or rows.table.shape[1] == 0:
         raise NotImplementedError("a pool without blocks has no rows to pick")
+    # Triton counts bytes in signed 32 bits up to this size, which end half-way.
+    if layout.packed and 2**31 <= rows.pool.size <= 2**32:
+        raise NotImplementedError("a packed pool of 2 to 4 GiB cannot be addressed: size it apart")
 
 
 def _sizes(
-    t: int, heads: int, width: int, rows: BlockRows, key_block: int, format: Format
+    t: int, heads: int, width: int, rows: BlockRows, key_block: int, layout: RowLayout
 ) -> Sizes:
-    plain = format == "float32"
+    plain = layout.name == "float32"
     below = 1 << (key_block.bit_length() - 1)
+    tuning = tuned("index_scores/gpu", Tuning(), format=layout.name, heads=heads, width=width)
+    most = min(tuning.rows, SCORED)
     return Sizes(
         queries=t,
         heads=heads,
         group=max(pl.next_power_of_2(heads), 16),
         width=width,
-        step=min(max(below, 16), PLAIN if plain else STEP),
+        step=min(max(below, 16), PLAIN if plain else 1 << (most.bit_length() - 1)),
         per=rows.rows_per_block,
+        layout=layout,
         dtype=jnp.float32 if plain else jnp.bfloat16,
+        warps=tuning.warps,
+        stages=tuning.stages,
     )
-
-
-def _alive(n: int, active: Active) -> jax.Array:
-    at = jnp.where(jnp.arange(n, dtype=jnp.int32) < active.count, active.order, n)
-    return jnp.zeros((n,), bool).at[at].set(True, mode="drop")
 
 
 def _halves(pool: jax.Array) -> jax.Array:
@@ -176,7 +205,8 @@ def _best(
         "score_rows",
         (count, capacity // SCORED),
         (count, capacity),
-        3,
+        sizes.stages,
+        sizes.warps,
     )(lengths, queries, weights, pool, table)
     least, ties, placed, tied = _select(lengths, keys, topk)
     grid = (count, capacity // COUNTED)
@@ -218,13 +248,18 @@ def _select(
 
 
 def _call(
-    program: Any, name: str, grid: tuple[int, int], form: tuple[int, ...], stages: int
+    program: Any,
+    name: str,
+    grid: tuple[int, int],
+    form: tuple[int, ...],
+    stages: int,
+    warps: int = 4,
 ) -> Any:
     return pl.pallas_call(
         program,
         grid=grid,
         out_shape=jax.ShapeDtypeStruct(form, jnp.int32),
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=stages),
+        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=bool(interpret_params()),
         name=name,
     )

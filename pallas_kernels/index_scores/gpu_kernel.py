@@ -13,6 +13,9 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.index_scores.gpu_rows import load_rows, parts_of, spread
+from pallas_kernels.packing.layout import RowLayout
+
 DIGIT = 4
 """Bits of a digit."""
 
@@ -40,6 +43,11 @@ class Sizes(NamedTuple):
     """Rows scored at once, a power of two that divides ``SCORED``."""
     per: int
     """Rows of one block of the pool."""
+    layout: RowLayout
+    """Of the rows."""
+    warps: int
+    stages: int
+    """What programs that score are launched with."""
     dtype: Any
     """Of both sides of the products; they accumulate in float32."""
 
@@ -47,9 +55,10 @@ class Sizes(NamedTuple):
 def score_program(lengths, queries, weights, pool, table, out, *, sizes: Sizes) -> None:  # type: ignore[no-untyped-def]
     """Scores one range of rows for one query.
 
-    Refs: ``lengths`` int32 ``[queries]``; ``queries`` ``[queries, heads, width]``; ``weights``
-    float32 ``[queries, heads]``; ``pool`` ``[blocks * per, width]``; ``table`` int32 ``[n,
-    places]``; ``out`` int32 ``[queries, rows]``, ordered bits, left alone past the length.
+    Refs: ``lengths`` int32 ``[queries]``; ``queries`` ``[queries, heads, width]``, channels as
+    ``gpu_rows.split_channels`` leaves them; ``weights`` float32 ``[queries, heads]``; ``pool``
+    ``[blocks * per, stored]``; ``table`` int32 ``[n, places]``; ``out`` int32 ``[queries, rows]``,
+    ordered bits, left alone past the length.
     """
     at, part = pl.program_id(0), pl.program_id(1)
     count = jnp.clip(lengths[at] - part * SCORED, 0, SCORED)
@@ -58,17 +67,22 @@ def score_program(lengths, queries, weights, pool, table, out, *, sizes: Sizes) 
     def _score() -> None:
         head = jnp.arange(sizes.group, dtype=jnp.int32)
         exists = head < sizes.heads
-        places = _spread((jnp.broadcast_to(at, head.shape), head), sizes.width)
-        zero = jnp.zeros((), queries.dtype)
-        query = plt.load(queries.at[places], mask=exists[:, None], other=zero).astype(sizes.dtype)
+        query = _query(queries, at, head, exists, sizes)
         weight = plt.load(weights.at[at, head], mask=exists, other=0.0)
 
         def body(number: jax.Array, carry: jax.Array) -> jax.Array:
             step = number * sizes.step + jnp.arange(sizes.step, dtype=jnp.int32)
             valid = step < count
             row = part * SCORED + step
-            keys = _rows(pool, table, at, row, valid, sizes)
-            hits = jnp.maximum(_product(query, keys.T), 0.0)
+            keys, unit = load_rows(
+                pool, _places(pool, table, at, row, valid, sizes), valid, sizes.layout, sizes.dtype
+            )
+            products = _product(query[0], keys[0].T)
+            for own, key in zip(query[1:], keys[1:], strict=True):
+                products += _product(own, key.T)
+            if unit is not None:
+                products *= unit[None, :]
+            hits = jnp.maximum(products, 0.0)
             score = jnp.sum(hits * weight[:, None], axis=0)
             plt.store(out.at[at, row], ordered(score), mask=valid)
             return carry
@@ -139,17 +153,27 @@ def pick_program(lengths, least, ties, placed, tied, keys, out) -> None:  # type
     jax.lax.fori_loop(jnp.int32(0), steps, body, (placed[at, part], tied[at, part]))
 
 
-def _rows(
+def _query(
+    queries: Any, at: jax.Array, head: jax.Array, exists: jax.Array, sizes: Sizes
+) -> list[jax.Array]:
+    """Parts ``[group, width / parts]`` of one query; zeros for heads that do not exist."""
+    parts = parts_of(sizes.layout)
+    channel = jnp.arange(sizes.width // parts, dtype=jnp.int32)
+    rows, zero = (jnp.broadcast_to(at, head.shape), head), jnp.zeros((), queries.dtype)
+    places = [spread(rows, part * channel.shape[0] + channel) for part in range(parts)]
+    loaded = [plt.load(queries.at[x], mask=exists[:, None], other=zero) for x in places]
+    return [x.astype(sizes.dtype) for x in loaded]
+
+
+def _places(
     pool: Any, table: Any, at: jax.Array, row: jax.Array, valid: jax.Array, sizes: Sizes
 ) -> jax.Array:
-    """Rows ``[step, width]``; those not valid are zero, by selection: their bytes are not read."""
+    """Where in the pool a sequence's rows are; somewhere in it for those not valid."""
     place = jnp.minimum(row // sizes.per, table.shape[1] - 1)
     sequence = jnp.broadcast_to(at // sizes.queries, place.shape)
     block = plt.load(table.at[sequence, place], mask=valid, other=0)
     block = jnp.clip(block, 0, pool.shape[0] // sizes.per - 1)
-    where = _spread((block * sizes.per + row % sizes.per,), sizes.width)
-    zero = jnp.zeros((), pool.dtype)
-    return plt.load(pool.at[where], mask=valid[:, None], other=zero).astype(sizes.dtype)
+    return block * sizes.per + row % sizes.per
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -159,13 +183,3 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def _shift(value: jax.Array, by: Any) -> jax.Array:
     return jax.lax.shift_right_logical(value, jnp.broadcast_to(jnp.int32(by), value.shape))
-
-
-def _spread(rows: tuple[jax.Array, ...], width: int) -> tuple[jax.Array, ...]:
-    """Indices ``[rows, width]`` of whole rows: the interpreter takes no arrays beside slices."""
-    form = (rows[0].shape[0], width)
-    channel = jnp.arange(width, dtype=jnp.int32)
-    return (
-        *(jnp.broadcast_to(row[:, None], form) for row in rows),
-        jnp.broadcast_to(channel[None, :], form),
-    )

@@ -18,15 +18,19 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.blocks import BlockRows
 from pallas_kernels.index_scores import tpu_topk
+from pallas_kernels.index_scores.tpu_packed import Packed, refusal
 from pallas_kernels.index_scores.tpu_scores import (
     PRODUCT_ROWS,
     Item,
     RowStream,
+    as_floats,
     down_sublanes,
+    part_of,
     score_chunk,
 )
 from pallas_kernels.index_scores.tpu_topk import CHUNK, LANES, NO_ROW, TILE, cdiv, divide
 from pallas_kernels.interpreting import interpret_params
+from pallas_kernels.packing.layout import Format, RowLayout
 from pallas_kernels.sequences import Active
 
 Ref = Any
@@ -58,12 +62,22 @@ class Sizes:
     parts: int
     """Summands that float32 queries are taken apart into."""
     row_bytes: int
+    """Of a buffered row, which fills whole lanes."""
+    packed: Packed | None
+
+    @property
+    def decoded(self) -> tuple[int, int]:
+        """Packed rows of a chunk that several queries share are decoded once, into this shape."""
+        if self.packed is None or self.group == 1:
+            return 16, LANES
+        return self.chunk_blocks * self.per, self.packed.lanes
 
     @property
     def vmem_bytes(self) -> int:
-        """Of buffered rows, scores and keys."""
+        """Of buffered and decoded rows, scores and keys."""
         buffers = _DEPTH * self.chunk_blocks * self.per * self.row_bytes
-        return buffers + 4 * self.capacity * (self.group + 1)
+        decoded = 2 * self.decoded[0] * self.decoded[1]
+        return buffers + decoded + 4 * self.capacity * (self.group + 1)
 
     @property
     def smem_bytes(self) -> int:
@@ -91,13 +105,14 @@ def pick_rows(
     active: Active,
     topk: int,
     key_block: int = 512,
-    format: str = "float32",
+    format: Format = "float32",
 ) -> Int[Array, "n t topk"]:
     """See ``api.pick_rows``. Sequences that are not active give zeros.
 
     Eight key blocks are copied and scored at a time. Rows are used as they are stored; float32
     queries of bfloat16 rows are taken apart into three bfloat16 summands, so that products are
-    those of float32, unless all their values are bfloat16 already.
+    those of float32, unless all their values are bfloat16 already. Packed rows are copied as bytes
+    and decoded beside the products (see ``tpu_packed``).
 
     Raises:
       NotImplementedError: rows that cannot be copied in whole registers, or more of them than fit.
@@ -136,7 +151,7 @@ def pick_rows(
                 pl.BlockSpec(memory_space=pltpu.HBM),
             ],
             out_specs=spec(sizes.group, 1, sizes.places),
-            scratch_shapes=_scratch(sizes, rows.pool.dtype, table.shape[1:]),
+            scratch_shapes=_scratch(sizes, rows.pool, table.shape[1:]),
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
@@ -149,15 +164,14 @@ def pick_rows(
     return out[:, :, 0, :topk]
 
 
-def _sizes(queries: jax.Array, rows: BlockRows, topk: int, key_block: int, format: str) -> Sizes:
+def _sizes(queries: jax.Array, rows: BlockRows, topk: int, key_block: int, format: Format) -> Sizes:
     """The sizes of a call, or why it is not supported."""
     n, t, heads, width = queries.shape
     _, per, stored = rows.pool.shape
-    if format not in _STORED or rows.pool.dtype != _STORED[format]:
-        raise NotImplementedError(f"rows of format {format!r} as {rows.pool.dtype}")
-    if stored % LANES or stored != width:
+    packed = _packed(rows, width, format)
+    if packed is None and (stored % LANES or stored != width):
         raise NotImplementedError(f"rows of {stored} channels, not a multiple of {LANES}")
-    least = 8 if format == "float32" else 16
+    least = 8 if format == "float32" else 16 if packed is None else 32
     if per % least or TILE % per:
         raise NotImplementedError(
             f"blocks of {per} rows: not a multiple of {least} or not in {TILE}"
@@ -174,7 +188,8 @@ def _sizes(queries: jax.Array, rows: BlockRows, topk: int, key_block: int, forma
         capacity=cdiv(rows.table.shape[1] * per, max(chunk, CHUNK)) * max(chunk, CHUNK),
         topk=topk,
         parts=1 if format == "float32" else 3,
-        row_bytes=stored * rows.pool.dtype.itemsize,
+        row_bytes=cdiv(stored, LANES) * LANES * rows.pool.dtype.itemsize,
+        packed=packed,
     )
     if sizes.vmem_bytes > _VMEM_BYTES:
         raise NotImplementedError(f"scores of {sizes.capacity} rows do not fit in VMEM")
@@ -183,7 +198,27 @@ def _sizes(queries: jax.Array, rows: BlockRows, topk: int, key_block: int, forma
     return sizes
 
 
-def _split(queries: jax.Array, sizes: Sizes, format: str) -> tuple[jax.Array, jax.Array]:
+def _packed(rows: BlockRows, width: int, format: Format) -> Packed | None:
+    """How rows are packed, if they are.
+
+    Raises:
+      NotImplementedError: rows that are not scored here.
+    """
+    if not isinstance(format, RowLayout):
+        if format not in _STORED or rows.pool.dtype != _STORED[format]:
+            raise NotImplementedError(f"rows of format {format!r} as {rows.pool.dtype}")
+        return None
+    reason = refusal(format)
+    pool = rows.pool  # rows may be filled up to a register's lanes
+    narrow = pool.dtype != jnp.uint8 or pool.shape[-1] < format.row_bytes
+    if reason is None and (narrow or width != format.width):
+        reason = f"queries of width {width}, rows as {pool.dtype}{list(pool.shape)} for {format}"
+    if reason is not None:
+        raise NotImplementedError(reason)
+    return Packed(format)
+
+
+def _split(queries: jax.Array, sizes: Sizes, format: Format) -> tuple[jax.Array, jax.Array]:
     """Queries as the products take them ``[n, t, parts * heads, width]``; per sequence, int32 1
     where the first part says it all.
     """
@@ -200,19 +235,21 @@ def _split(queries: jax.Array, sizes: Sizes, format: str) -> tuple[jax.Array, ja
         parts.append(part.astype(jnp.bfloat16))
         rest = rest - part
     whole = jnp.all(parts[1] == 0, axis=(1, 2, 3)).astype(jnp.int32)
-    return jnp.concatenate(parts, axis=2), whole
+    every = jnp.concatenate(parts, axis=2)
+    return (every if sizes.packed is None else sizes.packed.queries(every)), whole
 
 
-def _scratch(sizes: Sizes, stored: Any, table: tuple[int, ...]) -> list[Any]:
+def _scratch(sizes: Sizes, pool: Any, table: tuple[int, ...]) -> list[Any]:
     tiles = sizes.capacity // TILE
     return [
         pltpu.SMEM((_TABLES, *table), jnp.int32),
         pltpu.SMEM((1,), jnp.int32),
-        pltpu.VMEM((_DEPTH, sizes.chunk_blocks, sizes.per, sizes.width), stored),
+        pltpu.VMEM((_DEPTH, sizes.chunk_blocks, *pool.shape[1:]), pool.dtype),
         pltpu.VMEM((sizes.group, tiles, 8, LANES), jnp.float32),
         pltpu.VMEM((sizes.group, sizes.heads, PRODUCT_ROWS), jnp.float32),
         pltpu.VMEM((tiles * 8, LANES), jnp.int32),
         pltpu.VMEM((LANES, sizes.places), jnp.float32),
+        pltpu.VMEM(sizes.decoded, jnp.bfloat16),
         pltpu.SemaphoreType.DMA((_TABLES,)),
         pltpu.SemaphoreType.DMA((_DEPTH,)),
     ]
@@ -239,6 +276,8 @@ class Refs(NamedTuple):
     """Weights down sublanes, the same in all lanes."""
     keys: Ref
     gathered: Ref
+    decoded: Ref
+    """bfloat16, see ``Sizes.decoded``."""
     table_arrived: Ref
     arrived: Ref
 
@@ -314,18 +353,26 @@ def _stream_scores(sizes: Sizes, refs: Refs, own: Item, after: Item, whole: jax.
         first_tile = chunk * (stream.chunk_rows // TILE)
 
         def query_scores(
-            number: Any, copy_blocks: Callable[[Any, int], None] | None = None
+            number: Any, copy_blocks: Callable[[Any, int], None] | None = None, first: bool = False
         ) -> None:
-            q = refs.queries[0, number, : parts * sizes.heads, :]
+            lead = 0 if sizes.packed is None else sizes.packed.lead
+            q = refs.queries[0, number, : lead + parts * sizes.heads, :]
             w, scores = refs.wide.at[number], refs.scores.at[number]
-            score_chunk(refs.buffers.at[buffer], q, w, scores, first_tile, copy_blocks)
+            read = functools.partial(_read, sizes, refs.buffers.at[buffer], refs.decoded, first)
+            shape = sizes.chunk_blocks, sizes.per
+            score_chunk(read, shape, q, w, scores, first_tile, copy_blocks, sizes.packed)
 
         # A whole chunk is copied beside the first query's scores.
         beside = target.count == sizes.chunk_blocks
         copy_blocks = functools.partial(stream.copy_blocks, target)
-        pl.when(beside)(lambda: query_scores(0, copy_blocks))
+        pl.when(beside)(lambda: query_scores(0, copy_blocks, True))
         pl.when(jnp.logical_not(beside))(lambda: stream.start(target))
         rest = beside.astype(jnp.int32)
+        if sizes.packed is not None:  # the first query decodes for the others
+            pl.when(jnp.logical_not(beside))(lambda: query_scores(0, None, True))
+            rest = jnp.int32(1)
+            if sizes.group == 1:
+                return
         jax.lax.fori_loop(rest, sizes.group, lambda number, _: query_scores(number), None)
 
     def run(parts: int) -> None:
@@ -337,6 +384,21 @@ def _stream_scores(sizes: Sizes, refs: Refs, own: Item, after: Item, whole: jax.
         pl.when(whole)(lambda: run(1))
         pl.when(jnp.logical_not(whole))(lambda: run(sizes.parts))
     refs.base[0] = start + chunks
+
+
+def _read(
+    sizes: Sizes, rows: Ref, decoded: Ref, first: bool, tile: jax.Array, part: int
+) -> jax.Array:
+    """Rows of a part of a tile as they are multiplied. The first query leaves them decoded."""
+    if sizes.packed is None:
+        return as_floats(part_of(rows, tile, part))
+    place = pl.ds(pl.multiple_of(tile * TILE + part * PRODUCT_ROWS, PRODUCT_ROWS), PRODUCT_ROWS)
+    if not first:
+        return decoded[place, :]
+    keys = sizes.packed.decode(part_of(rows, tile, part))
+    if sizes.group > 1:
+        decoded[place, :] = keys
+    return keys
 
 
 def _ranked(sizes: Sizes, scores: Ref, keys: Ref, gathered: Ref, visible: jax.Array) -> jax.Array:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.index_scores.tpu_packed import Packed
 from pallas_kernels.index_scores.tpu_topk import LANES, TILE, cdiv, divide
 
 Ref = Any
@@ -143,25 +144,29 @@ def down_sublanes(values: jax.Array, heads: int) -> jax.Array:
 
 
 def score_chunk(
-    rows: Ref,
+    read: Callable[[Any, int], jax.Array],
+    shape: tuple[int, int],
     queries: jax.Array,
     weights: Ref,
     scores: Ref,
     first_tile: jax.Array,
     copy_blocks: Callable[[Any, int], None] | None = None,
+    packed: Packed | None = None,
 ) -> None:
     """Scores of a buffer's rows for one query.
 
     Args:
-      rows: ``[blocks, rows, width]``, float32 or the bits of bfloat16.
+      read: ``PRODUCT_ROWS`` rows of a tile, by tile and part, as they are multiplied.
+      shape: blocks of the buffer, and rows of a block.
       queries: ``[parts * heads, width]`` in the dtype of the products; parts are summed.
       weights: float32 ``[heads, PRODUCT_ROWS]``, the same in all lanes.
       scores: float32 ``[tiles, 8, 128]``, written from ``first_tile`` on.
       first_tile: of the chunk.
       copy_blocks: starts the copies of (first, count) blocks of another chunk as large; these
         scalar instructions run beside the vector instructions of the scores.
+      packed: how rows are packed, if they are; queries are then such as it makes.
     """
-    blocks, per, _ = rows.shape
+    blocks, per = shape
     heads = weights.shape[0]
     tiles = blocks * per // TILE
     together = min(_TILES_TOGETHER, tiles)
@@ -169,15 +174,22 @@ def score_chunk(
     copies = TILE // per
 
     def several(step: jax.Array, _: None) -> None:
+        totals = []
         for number in range(together * parts):
             tile, part = step * together + number // parts, number % parts
-            some = _part(rows, tile, part)
+            some = read(tile, part)
             if copy_blocks is not None:
                 # After the loads of a part, because a copy is not moved past a load.
                 before = -(-part * copies // parts)
                 copy_blocks(tile * copies + before, -(-(part + 1) * copies // parts) - before)
-            hits = _products(queries, some, heads)
+            hits = _products(queries, some, heads, packed)
             total = jnp.sum(jnp.maximum(hits, 0.0) * weights[...], axis=0, keepdims=True)
+            if packed is not None:
+                totals.append(total)
+                if part == parts - 1:
+                    scores[first_tile + tile] = packed.in_order(totals)
+                    totals = []
+                continue
             for half in range(PRODUCT_ROWS // LANES):
                 line = part * (PRODUCT_ROWS // LANES) + half
                 lanes = total[:, half * LANES : (half + 1) * LANES]
@@ -186,26 +198,27 @@ def score_chunk(
     jax.lax.fori_loop(0, tiles // together, several, None)
 
 
-def _part(rows: Ref, tile: jax.Array, part: int) -> jax.Array:
-    """``PRODUCT_ROWS`` rows of a tile as floats ``[rows, width]``."""
-    _, per, width = rows.shape
+def part_of(rows: Ref, tile: jax.Array, part: int) -> jax.Array:
+    """``PRODUCT_ROWS`` rows of a tile, as they are stored in ``rows [blocks, per, stored]``."""
+    _, per, stored = rows.shape
     each = TILE // per
     if per <= PRODUCT_ROWS:
         count = PRODUCT_ROWS // per
-        stored = rows[pl.ds(tile * each + part * count, count)]
+        some = rows[pl.ds(tile * each + part * count, count)]
     else:
         block, first = divmod(part * PRODUCT_ROWS, per)
-        stored = rows[tile * each + block, first : first + PRODUCT_ROWS]
-    return _as_floats(stored.reshape(PRODUCT_ROWS, width))
+        some = rows[tile * each + block, first : first + PRODUCT_ROWS]
+    return some.reshape(PRODUCT_ROWS, stored)
 
 
-def _as_floats(stored: jax.Array) -> jax.Array:
+def as_floats(stored: jax.Array) -> jax.Array:
+    """Plain stored rows as they are multiplied."""
     if stored.dtype == jnp.float32:
         return stored
     return pltpu.bitcast(stored, jnp.bfloat16)
 
 
-def _products(queries: jax.Array, keys: jax.Array, heads: int) -> jax.Array:
+def _products(queries: jax.Array, keys: jax.Array, heads: int, packed: Packed | None) -> jax.Array:
     """float32 ``[heads, rows]``: the sum over the parts of the queries."""
     precision = jax.lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None
     every = jax.lax.dot_general(
@@ -215,6 +228,8 @@ def _products(queries: jax.Array, keys: jax.Array, heads: int) -> jax.Array:
         precision=precision,
         preferred_element_type=jnp.float32,
     )
+    if packed is not None:
+        return packed.hits(every, heads, (every.shape[0] - packed.lead) // heads)
     total = every[:heads]
     for first in range(heads, every.shape[0], heads):
         total = total + every[first : first + heads]

@@ -29,12 +29,16 @@ def gather_blocks(
 
         return tpu.gather_blocks(pool, places)
 
+    def by_gpu() -> jax.Array:
+        from pallas_kernels.moves import gpu
+
+        return gpu.gather_blocks(pool, places)
+
     def by_reference() -> jax.Array:
         return reference.gather_blocks(pool, places)
 
-    return first_supported(
-        "gather of blocks", {"tpu": by_tpu, REFERENCE: by_reference}, implementation
-    )
+    candidates = {"tpu": by_tpu, "gpu": by_gpu, REFERENCE: by_reference}
+    return first_supported("gather of blocks", candidates, implementation)
 
 
 def scatter_blocks(
@@ -62,9 +66,13 @@ def scatter_blocks(
 
         return tpu.scatter_blocks(pool, blocks, places)
 
+    def by_gpu() -> jax.Array:
+        from pallas_kernels.moves import gpu
+
+        return gpu.scatter_blocks(pool, blocks, places)
+
     def by_reference() -> jax.Array:
         return reference.scatter_blocks(pool, blocks, places)
 
-    return first_supported(
-        "scatter of blocks", {"tpu": by_tpu, REFERENCE: by_reference}, implementation
-    )
+    candidates = {"tpu": by_tpu, "gpu": by_gpu, REFERENCE: by_reference}
+    return first_supported("scatter of blocks", candidates, implementation)

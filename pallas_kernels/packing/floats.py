@@ -26,6 +26,9 @@ _E2M1_TWICE = 0xC8643210
 _E2M1_MIDDLES = (1, 3, 5, 7, 10, 14, 20)
 """Four times the middle between each two neighbouring e2m1 magnitudes."""
 
+_QUOTIENT_BITS = 27
+"""Bits of a quotient, the first of which may be zero: two more than a float32 keeps."""
+
 
 class Dyadic(NamedTuple):
     """Numbers ``factor * 2 ** power``, which small codes and their products are."""
@@ -122,3 +125,26 @@ def split_sign(codes: UInt8[Array, "*n"], bits: int) -> tuple[Int[Array, "*n"], 
     """Magnitude and float32 sign bit of codes of so many bits."""
     wide = codes.astype(jnp.int32)
     return wide & ((1 << bits - 1) - 1), (wide >> bits - 1) << 31
+
+
+def divided(top: Int[Array, "*n"], unit: Int[Array, "*#n"]) -> Float[Array, "*n"]:
+    """The float32 quotient of positive float32 bits, ``unit`` normal, rounded once.
+
+    Bit by bit: no compiler here divides exactly. XLA's makes a product with a rounded inverse of a
+    division by what is the same for many, Mosaic's and Triton's divide by an approximate one. What
+    is below the smallest normal number, before or after, gives zero.
+    """
+    one = FRACTION + 1
+    rest = (top & FRACTION) | one
+    low = jnp.broadcast_to((unit & FRACTION) | one, rest.shape)
+    digits = jnp.zeros_like(rest)
+    for _ in range(_QUOTIENT_BITS):
+        fits = rest >= low
+        digits = (digits << 1) | fits.astype(jnp.int32)
+        rest = jnp.where(fits, rest - low, rest) << 1
+    # The lowest bit says whether there was more, so that conversion rounds once.
+    whole = (digits << 1) | (rest > 0).astype(jnp.int32)
+    bits = bits_of(whole.astype(jnp.float32))
+    power = (top >> 23) - (unit >> 23) - _QUOTIENT_BITS
+    normal = (top >= one) & ((bits >> 23) + power > 0)
+    return from_bits(jnp.where(normal, bits + (power << 23), 0))

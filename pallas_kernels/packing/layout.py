@@ -1,6 +1,7 @@
 """Where the bytes of one stored row are, as data.
 
     packed row   [ data: channels in order | rope: bfloat16 | scales: groups in order | zeros ]
+    words        [ channels 0 and w/2 | channels 1 and w/2 + 1 | ... ], the first in the lower half
     two e2m1 a byte, the lower channel in the lower nibble; bfloat16 and float32 little-endian
 
 Sizes agree with ``hybridkv.formats``, which counts the same bytes for those who only size a cache.
@@ -27,11 +28,15 @@ class Coding:
     """Whether rotary channels are not coded but kept in bfloat16, without a scale."""
     align: int = 1
     """A row's bytes are padded to a multiple of this."""
+    words: bool = False
+    """Whether a number of 32 bits has two channels of 16: below i, above it i + width / 2."""
 
 
 CODINGS: Mapping[str, Coding] = {
     "float32": Coding(bits=32),
     "bfloat16": Coding(bits=16),
+    # For TPUs: rows of 32-bit words can be copied one by one.
+    "bfloat16_words": Coding(bits=16, words=True),
     # Release kernel.py, act_quant of the KV rows.
     "fp8_rope16": Coding(bits=8, scale="ue8m0", group=64, floor=1e-4, wide_rope=True, align=8),
     # V4.1 modelling notes name element and scale types only; the floor is the release's.
@@ -69,6 +74,8 @@ class RowLayout:
             raise ValueError(f"{self.rope} rotary channels in a row of {self.width}")
         if self.coded * self.coding.bits % 8:
             raise ValueError(f"{self.name} stores two channels a byte: {self.coded} is odd")
+        if self.coding.words and self.width % 2:
+            raise ValueError(f"{self.name} stores two channels a word: {self.width} is odd")
 
     @property
     def coding(self) -> Coding:
@@ -118,6 +125,12 @@ class RowLayout:
 
 Format = RowLayout | str
 """What encode and decode take: a layout, or for plain floats just their name, which says it all."""
+
+
+def layout_stored(format: Format, stored: int) -> RowLayout:
+    """As ``layout_of``, of stored rows of so many numbers."""
+    words = not isinstance(format, RowLayout) and format in CODINGS and CODINGS[format].words
+    return layout_of(format, 2 * stored if words else stored)
 
 
 def layout_of(format: Format, width: int) -> RowLayout:

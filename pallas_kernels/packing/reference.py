@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 from pallas_kernels.packing import floats, scales
 from pallas_kernels.packing.floats import Dyadic
-from pallas_kernels.packing.layout import Format, RowLayout, layout_of
+from pallas_kernels.packing.layout import Format, RowLayout, layout_of, layout_stored
 
 
 def encode(rows: Float[Array, "*n width"], format: Format) -> Shaped[Array, "*n stored"]:
@@ -16,6 +16,9 @@ def encode(rows: Float[Array, "*n width"], format: Format) -> Shaped[Array, "*n 
         return rows.astype(jnp.float32)
     if layout.name == "bfloat16":
         return _bfloat16_bits(rows)
+    if layout.name == "bfloat16_words":
+        low, high = jnp.split(_bfloat16_bits(rows).astype(jnp.uint32), 2, axis=-1)
+        return low | (high << 16)
     if rows.shape[-1] != layout.width:
         raise ValueError(f"rows of {rows.shape[-1]} channels for {layout}")
     bits = floats.bits_of(rows[..., : layout.coded].astype(jnp.float32))
@@ -34,11 +37,14 @@ def encode(rows: Float[Array, "*n width"], format: Format) -> Shaped[Array, "*n 
 
 def decode(stored: Shaped[Array, "*n stored"], format: Format) -> Float[Array, "*n width"]:
     """See ``api.decode``."""
-    layout = layout_of(format, stored.shape[-1])
+    layout = layout_stored(format, stored.shape[-1])
     if layout.name == "float32":
         return stored
     if layout.name == "bfloat16":
         return jax.lax.bitcast_convert_type(stored, jnp.bfloat16).astype(jnp.float32)
+    if layout.name == "bfloat16_words":
+        halves = jnp.concatenate([stored << 16, stored & jnp.uint32(0xFFFF0000)], axis=-1)
+        return jax.lax.bitcast_convert_type(halves, jnp.float32)
     if stored.shape[-1] != layout.row_bytes or stored.dtype != jnp.uint8:
         raise ValueError(f"stored rows are {stored.dtype}{list(stored.shape)} for {layout}")
     codes = _grouped(_split(stored[..., layout.data], layout), layout)
@@ -55,8 +61,8 @@ def _codes(
     """Codes without sign of float32 bits in units of the stored scales."""
     coding = layout.coding
     if coding.scale == "float32":
-        unit = scales.as_float32(stored)[..., None]
-        return floats.to_e4m3(floats.from_bits(magnitudes) / unit)
+        unit = floats.bits_of(scales.as_float32(stored))[..., None]
+        return floats.to_e4m3(floats.divided(magnitudes, unit))
     scale, _ = scales.as_dyadic(stored, coding.scale)
     scale = Dyadic(*(part[..., None] for part in scale))
     if coding.bits == 4:
@@ -92,7 +98,7 @@ def _grouped(x: Shaped[Array, "*n coded"], layout: RowLayout) -> Shaped[Array, "
 
 
 def _ungrouped(x: Shaped[Array, "*n groups group"], layout: RowLayout) -> Shaped[Array, "*n coded"]:
-    return x.reshape(*x.shape[:-2], -1)[..., : layout.coded]
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])[..., : layout.coded]
 
 
 def _joined(codes: UInt8[Array, "*n coded"], layout: RowLayout) -> UInt8[Array, "*n bytes"]:
@@ -104,7 +110,8 @@ def _joined(codes: UInt8[Array, "*n coded"], layout: RowLayout) -> UInt8[Array, 
 def _split(data: UInt8[Array, "*n bytes"], layout: RowLayout) -> UInt8[Array, "*n coded"]:
     if layout.coding.bits == 8:
         return data
-    return jnp.stack([data & 15, data >> 4], axis=-1).reshape(*data.shape[:-1], -1)
+    pairs = jnp.stack([data & 15, data >> 4], axis=-1)
+    return pairs.reshape(*data.shape[:-1], 2 * data.shape[-1])
 
 
 def _bfloat16_bits(x: Float[Array, "*n"]) -> Shaped[Array, "*n"]:
@@ -114,4 +121,4 @@ def _bfloat16_bits(x: Float[Array, "*n"]) -> Shaped[Array, "*n"]:
 def _bytes(halves: Shaped[Array, "*n width"]) -> UInt8[Array, "*n bytes"]:
     """Little-endian bytes of uint16."""
     pairs = jnp.stack([halves & 0xFF, halves >> 8], axis=-1).astype(jnp.uint8)
-    return pairs.reshape(*halves.shape[:-1], -1)
+    return pairs.reshape(*halves.shape[:-1], 2 * halves.shape[-1])

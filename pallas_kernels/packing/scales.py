@@ -40,7 +40,8 @@ def choose(amax: Int[Array, "*n groups"], coding: Coding) -> UInt8[Array, "*n sc
     if coding.scale == "e4m3":
         return jnp.where(finite, floats.to_e4m3(exact), floats.E4M3_NAN).astype(jnp.uint8)
     bits = jnp.where(finite, floats.bits_of(exact), floats.NAN)
-    return jax.lax.bitcast_convert_type(bits, jnp.uint8).reshape(*amax.shape[:-1], -1)
+    octets = jax.lax.bitcast_convert_type(bits, jnp.uint8)
+    return octets.reshape(*amax.shape[:-1], 4 * amax.shape[-1])
 
 
 def as_dyadic(stored: UInt8[Array, "*n groups"], scale: str) -> tuple[Dyadic, Array]:
@@ -54,5 +55,5 @@ def as_dyadic(stored: UInt8[Array, "*n groups"], scale: str) -> tuple[Dyadic, Ar
 
 def as_float32(stored: UInt8[Array, "*n scale_bytes"]) -> Float[Array, "*n groups"]:
     """float32 scales."""
-    words = stored.reshape(*stored.shape[:-1], -1, 4)
+    words = stored.reshape(*stored.shape[:-1], stored.shape[-1] // 4, 4)
     return jax.lax.bitcast_convert_type(words, jnp.float32)

@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu_bounds import watch
 from gpu_cases import active, batched, halves
 
-from pallas_kernels.index_scores import gpu
+from pallas_kernels.index_scores import gpu, gpu_kernel, gpu_rows
 from pallas_kernels.index_scores.gpu_kernel import COUNTED, SCORED, ordered
 from pallas_kernels.interpreting import interpreted
+from pallas_kernels.packing import reference
+from pallas_kernels.packing.layout import RowLayout
 
 HEADS, WIDTH, NO_ROW, STEP = 3, 16, 2**31 - 1, 16
 
@@ -24,25 +27,43 @@ def compiled(topk: int, key_block: int, format: str):
     return jax.jit(function)
 
 
+PACKED = {"mxfp4": RowLayout("mxfp4", 64), "fp8_index": RowLayout("fp8_index", 64)}
+
+
+QUICK = {"xla_backend_optimization_level": 0}
+encode = jax.jit(reference.encode, static_argnums=1, compiler_options=QUICK)
+decode = jax.jit(reference.decode, static_argnums=1, compiler_options=QUICK)
+
+
+def pool_of(rows, format, **pool):
+    """Packed rows decode to what they are here; rows of no sequence are NaN."""
+    if not isinstance(format, RowLayout):
+        return batched(rows, format=format, **pool)
+    plain = batched(rows, **pool)
+    return plain._replace(pool=encode(plain.pool, format))
+
+
 class Case:
     """Small integers, so that scores are exact and often equal."""
 
-    def __init__(self, lengths, *, t=1, seed=0):
+    def __init__(self, lengths, *, t=1, seed=0, width=WIDTH):
         rng = np.random.default_rng(seed)
         n = len(lengths)
         self.t = t
-        self.queries = rng.integers(-2, 3, (n, t, HEADS, WIDTH)).astype(np.float32)
+        self.queries = rng.integers(-2, 3, (n, t, HEADS, width)).astype(np.float32)
         self.weights = rng.integers(-2, 3, (n, t, HEADS)).astype(np.float32) / 2
-        self.rows = [rng.integers(-1, 2, (length, WIDTH)).astype(np.float32) for length in lengths]
+        self.rows = [rng.integers(-1, 2, (length, width)).astype(np.float32) for length in lengths]
         back = np.arange(t)[::-1]
         self.visible = np.maximum(np.asarray(lengths)[:, None] - back, 0).astype(np.int32)
 
     def run(self, topk=5, *, which=None, key_block=STEP, format="float32", **pool):
-        with interpreted(True):
+        with interpreted(True), pytest.MonkeyPatch.context() as patch:
+            if isinstance(format, RowLayout):  # it takes long to compile
+                watch(patch, gpu_kernel, gpu_rows)
             got = compiled(topk, key_block, format)(
                 jnp.asarray(self.queries),
                 jnp.asarray(self.weights),
-                batched(self.rows, format=format, **pool),
+                pool_of(self.rows, format, **pool),
                 jnp.asarray(self.visible),
                 active(len(self.rows), which),
             )
@@ -76,6 +97,27 @@ def test_picks_are_the_best_rows_with_ties_to_the_lowest(topk, format, per):
 
 def test_many_queries_of_a_sequence_pick_their_own():
     Case([40, 0, 7], t=3).check()
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_rows_are_picked_as_the_numbers_they_hold(name):
+    """Codes, even and odd channels, and scales: of each row its own, in mxfp4 of each half."""
+    layout = PACKED[name]
+    case = Case([40, 5, 6, 0, 19], t=2, width=64)
+    for rows in case.rows:
+        if name == "fp8_index":  # the scale is a power of two, so that scores stay exact
+            rows[:, -1] = 448
+            rows *= 2.0 ** (np.arange(len(rows)) % 3)[:, None]
+        else:
+            rows[:, :32] *= 2.0 ** (np.arange(len(rows)) % 3)[:, None]
+            rows[:, 32:] *= 6
+    if name == "fp8_index":
+        case.queries[..., -1] = 0
+    everything = jnp.asarray(np.concatenate(case.rows))
+    back = decode(encode(everything, layout), layout)
+    np.testing.assert_array_equal(back, everything)
+    for fill in (np.nan, 1.0):
+        case.check(5, format=layout, per=3, places=60, blocks=90, fill=fill)
 
 
 LARGE = {"blocks": 900, "places": 800}
@@ -164,6 +206,9 @@ def test_queries_that_wait_for_each_other_pick_the_same(limit, monkeypatch):
     ("width", "heads", "format", "reason"),
     [
         (WIDTH, HEADS, "mxfp4", "mxfp4"),
+        (WIDTH, HEADS, RowLayout("mxfp4", WIDTH), "no whole number of scaled groups"),
+        (256, HEADS, RowLayout("fp8_index", 256), "several float32 scales"),
+        (WIDTH, HEADS, RowLayout("fp8_block32", WIDTH), "fp8_block32"),
         (48, HEADS, "float32", "power of two"),
         (WIDTH, 129, "float32", "at most 128"),
     ],

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.packing import api as packing
+from pallas_kernels.packing.layout import RowLayout
 
 
 def rows(seed: int = 0) -> np.ndarray:
@@ -49,6 +50,24 @@ def test_bfloat16_input_is_stored_as_it_is():
     x = jnp.asarray(rows()).astype(jnp.bfloat16)
     stored = packing.encode(x, "bfloat16")
     np.testing.assert_array_equal(packing.decode(stored, "bfloat16"), x.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("format", ["bfloat16_words", RowLayout("bfloat16_words", 16)])
+def test_words_hold_the_halves_of_a_row_and_decode_to_the_same_numbers(format):
+    x = jnp.asarray(rows()).at[0, :4].set(jnp.asarray([-0.0, np.inf, np.nan, 1e-40]))
+    plain, stored = packing.encode(x, "bfloat16"), packing.encode(x, format)
+    form = packing.stored_form(RowLayout("bfloat16_words", 16))
+    assert (stored.shape[1:], stored.dtype) == (form.shape, form.dtype) == ((8,), jnp.uint32)
+    np.testing.assert_array_equal(stored & 0xFFFF, plain[:, :8])
+    np.testing.assert_array_equal(stored >> 16, plain[:, 8:])
+    want, got = packing.decode(plain, "bfloat16"), packing.decode(stored, format)
+    np.testing.assert_array_equal(np.asarray(got).view(np.uint32), np.asarray(want).view(np.uint32))
+
+
+def test_words_take_no_odd_width():
+    with pytest.raises(ValueError, match="two channels a word: 5 is odd"):
+        packing.encode(jnp.zeros((2, 5)), "bfloat16_words")
+    assert packing.decode(jnp.zeros((2, 5), jnp.uint32), "bfloat16_words").shape == (2, 10)
 
 
 @pytest.mark.parametrize("operation", [packing.encode, packing.decode], ids=["encode", "decode"])

@@ -340,3 +340,10 @@ def test_a_row_has_the_same_bytes_in_a_batch_of_any_shape(layout):
     same_bits(decoded(again, layout).reshape(96, -1), values)
     np.testing.assert_array_equal(encoded(rows[17], layout), stored[17])
     same_bits(decoded(stored[17], layout), values[17])
+
+
+@every_layout
+def test_no_rows_at_all_are_packed_to_none(layout):
+    stored = packing.encode(jnp.zeros((0, 3, layout.width)), layout)
+    assert stored.shape == (0, 3, layout.row_bytes)
+    assert packing.decode(stored, layout).shape == (0, 3, layout.width)

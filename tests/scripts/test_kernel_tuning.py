@@ -1,0 +1,118 @@
+"""Filling tuning tables: by the compiler's counts and by the clock, and who refuses."""
+
+import argparse
+import sys
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import pytest
+from places import REPOSITORY
+
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+
+import aot_process
+import benchmark
+import benchmark_kernels
+import command_line
+import compile_for
+import kernel_tuning
+
+from pallas_kernels.interpreting import interpreted
+from pallas_kernels.packing import gpu as packing
+from pallas_kernels.tuning import table
+
+CASE = "packing/encode/fp8_rope16"
+
+
+def call(monkeypatch, main: Callable[[], int], *arguments):
+    monkeypatch.setattr(command_line, "use_compilation_cache", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        command_line.run(main)
+    return stop.value.code
+
+
+def test_there_is_nothing_to_tune_on_a_cpu(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "table.json"
+    options = ("kernels", "--tune", "--table", file)
+    assert call(monkeypatch, benchmark.main, *options) == 2
+    error = capsys.readouterr().err
+    assert error == "error: --tune: there is nothing to tune on cpu, only on a GPU\n"
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("target", ["v6e", "h200"])
+def test_what_is_no_gpu_is_not_tuned_by_its_compiler(monkeypatch, capsys, target):
+    assert call(monkeypatch, compile_for.main, "tune", "--target", target) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", kernel_tuning.CASES)
+def test_all_that_is_tuned_has_candidates_that_its_kernel_takes(name):
+    question = kernel_tuning.asked(name)
+    assert question.key
+    choices = kernel_tuning.candidates(question.operation)
+    assert len(choices) > 1
+    for choice in choices:
+        table.replaced(question.operation, question.default, choice)
+
+
+@pytest.mark.parametrize(("least", "values"), [(8, {"rows": 8}), (0, {})])
+def test_the_compiler_chooses_what_spills_least_or_else_the_default(monkeypatch, least, values):
+    """Eight rows spill nothing, the others ``least``; two warps twice what four do."""
+
+    def programs(tried):
+        spills = (0 if tried["rows"] == 8 else least) + (40 if tried["warps"] == 2 else 0)
+        return [{"name": "encode_rows", "registers": 32, "spill_bytes": spills}]
+
+    def compiled(target, requests, **_):
+        return [{**x, "ok": True, "programs": programs(x["tried"])} for x in requests]
+
+    monkeypatch.setattr(aot_process, "compile_cases", compiled)
+    monkeypatch.setattr(kernel_tuning, "CASES", {CASE: "encode_rows"})
+    made = kernel_tuning.by_compiler("b200", None)
+    assert made.device == "NVIDIA B200"
+    assert made.source.startswith("static: ")
+    assert [x.values for x in made.entries] == ([values] if values else [])
+    for entry in made.entries:
+        assert (entry.operation, entry.key) == ("packing/encode/gpu", {"format": "fp8_rope16"})
+
+
+def test_the_clock_chooses_the_fastest_that_keeps_every_bit(monkeypatch, tmp_path):
+    """Of the rows of a program, 2 is refused, 4 gives another byte, and 8 is the fastest."""
+    choices = {"rows": (2, 4, 8), "warps": (4,)}
+    monkeypatch.setattr(kernel_tuning, "CANDIDATES", {"packing/encode/gpu": choices})
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    real = packing.encode_program
+
+    def spoiled(rows, out, *, layout, tile):
+        if tile == 2:
+            raise NotImplementedError("too small")
+        real(rows, out, layout=layout, tile=tile)
+        if tile == 4:
+            out[0, layout.row_bytes - 1] = jnp.uint8(1)  # zero otherwise
+
+    monkeypatch.setattr(packing, "encode_program", spoiled)
+
+    def timed(sides, rounds, calls):
+        assert (rounds, calls) == (3, 2)
+        return {name: [1.0 if "'rows': 8" in name else 2.0] for name in sides}
+
+    file = tmp_path / "table.json"
+    given = {"cases": [CASE], "rounds": 3, "calls": 2, "seed": 0, "table": file}
+    with interpreted(True):
+        result = kernel_tuning.by_clock(argparse.Namespace(**given), timed)
+    (row,) = result["tuned"]
+    assert (row["refused"], row["other_bits"], row["gain"]) == (1, 1, 2.0)
+    made = table.read(file)
+    assert made.source.startswith("measured: ")
+    assert [(x.key, x.values) for x in made.entries] == [({"format": "fp8_rope16"}, {"rows": 8})]
+    kernel_tuning.report({**result, "device": "gpu"})
+
+
+def test_tuning_and_comparing_are_two_things(monkeypatch, capsys):
+    options = ("kernels", "--tune", "--peer", "tokamax")
+    assert call(monkeypatch, benchmark.main, *options) == 2
+    assert "give one" in capsys.readouterr().err
+    assert benchmark_kernels.kernel_tuning is kernel_tuning
