@@ -10,7 +10,7 @@ JOBS ?= 2
 # An interpreter with tokamax (scripts/peers/tokamax.txt, Python >= 3.12), whose kernels are then compiled too.
 PEER ?=
 
-.PHONY: demo smollm2 test test-next lint format train mutants soak aot clean
+.PHONY: demo smollm2 test test-next lint format train mutants soak replay-check aot clean
 
 demo: .venv/.base
 	$(BIN)/python scripts/decode.py --file data/scene.txt --echo --max-new-tokens 400 \
@@ -26,22 +26,19 @@ test: .venv/.dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 # The same tests with the newest JAX, on the first Python >= 3.12 that runs; but for those of the
-# bookkeeping and the store, which are numpy, of training, the command lines and the scenarios, which
-# put together what the others test, of the generic cache, long random runs, and most of the
-# interpreted kernels.
+# bookkeeping, the store, metrics and replay, which are numpy, of training, the command lines and the
+# scenarios, which put together what the others test, of the generic cache, long random runs, and
+# most of the interpreted kernels.
+NOT_NEXT := hybridkv/blocks hybridkv/prefixes hybridkv/tiers hybridkv/observe hybridkv/replay \
+  models/training scripts scenarios models/deepseek_v4/test_generic_steps.py \
+  models/deepseek_v4/test_quantised_indexer.py hybridkv/engine/test_engine_machine.py \
+  hybridkv/engine/test_runner.py hybridkv/engine/test_saving.py \
+  $(addprefix pallas_kernels/, test_packing_codes.py test_tuning.py test_gpu_attention.py \
+  test_gpu_index_scores.py test_gpu_packing.py test_tpu_attention.py test_tpu_index_scores.py \
+  test_tpu_packed_attention.py test_tpu_packed_index.py test_tpu_packing.py)
+
 test-next: .venv-next/.dev
-	$(NEXT_BIN)/python -m pytest -n $(JOBS) --dist loadfile --ignore tests/hybridkv/blocks \
-	  --ignore tests/hybridkv/prefixes --ignore tests/hybridkv/tiers --ignore tests/models/training \
-	  --ignore tests/scripts --ignore tests/scenarios \
-	  --ignore tests/models/deepseek_v4/test_generic_steps.py \
-	  --ignore tests/models/deepseek_v4/test_quantised_indexer.py \
-	  --ignore tests/hybridkv/engine/test_engine_machine.py \
-	  --ignore tests/hybridkv/engine/test_runner.py --ignore tests/hybridkv/engine/test_saving.py \
-	  --ignore tests/pallas_kernels/test_packing_codes.py \
-	  --ignore tests/pallas_kernels/test_gpu_attention.py \
-	  --ignore tests/pallas_kernels/test_gpu_index_scores.py \
-	  --ignore tests/pallas_kernels/test_tpu_attention.py \
-	  --ignore tests/pallas_kernels/test_tpu_index_scores.py
+	$(NEXT_BIN)/python -m pytest -n $(JOBS) --dist loadfile $(addprefix --ignore tests/,$(NOT_NEXT))
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
@@ -61,6 +58,10 @@ mutants: .venv/.dev
 soak: .venv/.dev
 	$(BIN)/python scripts/verify.py crash --budget 1800
 	$(BIN)/python scripts/verify.py faults --budget 3600
+
+# Whole traces through the replay, against figures that another simulator gave.
+replay-check: .venv/.dev
+	$(BIN)/python scripts/replay.py check --jobs $(JOBS) --json docs/benchmarks/replay.json
 
 # Compiles all kernels and steps for TPUs and a GPU that are not there, writes what the compilers say
 # and runs the tests that need a compiler.

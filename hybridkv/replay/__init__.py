@@ -1,0 +1,1 @@
+"""What a prefix cache would have done with a trace: real bookkeeping, modelled seconds."""
