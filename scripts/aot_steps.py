@@ -63,7 +63,8 @@ class StepCase:
             if self.step == "decode"
             else (f"{self.lanes} x {self.tile} tokens, {self.slots} slots of {self.context}")
         )
-        return f"{self.step} {self.model}{layers}: {batch}"
+        rows = "" if self.cache_format is None else f", rows in {self.cache_format}"
+        return f"{self.step} {self.model}{layers}: {batch}{rows}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,6 +38,17 @@ ALL_STEPS: tuple[dict[str, Any], ...] = tuple(
     for step in ("decode", "tile")
 )
 """Steps of one device, in blocks of 16 rows at ratio 128, which all kernels take."""
+TPU_STEPS: tuple[dict[str, Any], ...] = tuple(
+    {
+        "step": step,
+        "model": "v4-flash-thin",
+        "slots": 8,
+        "context": 65536,
+        "cache_format": "bfloat16_words",
+    }
+    for step in ("decode", "tile")
+)
+"""In blocks of 128 tokens, whose single rows have to be words there."""
 FULL_STEP: dict[str, Any] = {
     "step": "decode",
     "model": "v4-flash",
@@ -167,7 +178,7 @@ def _all(name: str, only: str) -> list[dict[str, Any]]:
     ]
     steps = [
         {"kind": "step", "sharded": False, **case}
-        for case in ALL_STEPS
+        for case in ALL_STEPS + (TPU_STEPS if target.platform == "tpu" else ())
         if only in f"{case['step']} {case['model']}"
     ]
     return kernels + steps
