@@ -10,7 +10,7 @@ JOBS ?= 2
 # An interpreter with tokamax (scripts/peers/tokamax.txt, Python >= 3.12), whose kernels are then compiled too.
 PEER ?=
 
-.PHONY: demo smollm2 test test-next lint format train mutants soak replay-check aot clean
+.PHONY: demo smollm2 test test-long test-next lint format train mutants soak replay-check aot clean
 
 demo: .venv/.base
 	$(BIN)/python scripts/decode.py --file data/scene.txt --echo --max-new-tokens 400 \
@@ -25,20 +25,22 @@ smollm2: .venv/.smollm2
 test: .venv/.dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-# The same tests with the newest JAX, on the first Python >= 3.12 that runs; but for those of the
-# bookkeeping, the store, metrics and replay, which are numpy, of training, the command lines and the
-# scenarios, which put together what the others test, of the generic cache, long random runs, and
-# most of the interpreted kernels.
-NOT_NEXT := hybridkv/blocks hybridkv/prefixes hybridkv/tiers hybridkv/observe hybridkv/replay \
-  models/training scripts scenarios models/deepseek_v4/test_generic_steps.py \
-  models/deepseek_v4/test_quantised_indexer.py hybridkv/engine/test_engine_machine.py \
-  hybridkv/engine/test_runner.py hybridkv/engine/test_saving.py \
-  $(addprefix pallas_kernels/, test_packing_codes.py test_tuning.py test_gpu_attention.py \
-  test_gpu_index_scores.py test_gpu_packing.py test_tpu_attention.py test_tpu_index_scores.py \
-  test_tpu_packed_attention.py test_tpu_packed_index.py test_tpu_packing.py)
+# What is marked long: benchmarks from end to end, a model on two devices.
+test-long: .venv/.dev
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m long
+
+# What depends on JAX most, with the newest one, on the first Python >= 3.12 that runs: the cache's
+# functions, models (bits and oracles), the engine's steps, XLA's kernels, moves and SparseCores.
+# `make test-next NEXT=` runs all.
+NEXT := hybridkv/state models/llama models/test_text.py test_house.py \
+  $(addprefix models/deepseek_v4/, test_exactness.py test_oracle.py test_platforms.py) \
+  $(addprefix hybridkv/engine/, test_engine.py test_engine_tiers.py test_generate.py test_guard.py) \
+  $(addprefix pallas_kernels/, test_attention.py test_attention_pairs.py test_compression.py \
+  test_index_scores.py test_packing.py test_tpu_gather.py test_tpu_moves.py test_gpu_moves.py \
+  test_planted_faults.py)
 
 test-next: .venv-next/.dev
-	$(NEXT_BIN)/python -m pytest -n $(JOBS) --dist loadfile $(addprefix --ignore tests/,$(NOT_NEXT))
+	$(NEXT_BIN)/python -m pytest -n $(JOBS) --dist loadfile $(addprefix tests/,$(NEXT))
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

@@ -98,6 +98,7 @@ class FakeOurs(FakeSide):
         return None
 
 
+@pytest.mark.long
 def test_decode_measures_rates_bytes_and_growth(call, capsys):
     code, result = call(*DECODE)
     assert code == 0
@@ -110,6 +111,7 @@ def test_decode_measures_rates_bytes_and_growth(call, capsys):
     assert "one decode step as the context grows" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_decode_gives_every_peer_the_same_work_and_a_ratio(call, monkeypatch, capsys):
     monkeypatch.setattr(FakePeer, "opened", [])
     monkeypatch.setattr(benchmark, "Ours", FakeOurs)
@@ -177,6 +179,7 @@ def test_a_size_out_of_range_is_one_line(call, capsys, arguments, words):
     assert error.count("\n") == 1
 
 
+@pytest.mark.long
 def test_engine_measures_every_bar_and_compiles_nothing(call, capsys):
     code, result = call(
         "engine", "--slots", 4, "--context", 140, "--tokens", 3, "--rounds", 1, "--turns", 16,
@@ -220,6 +223,7 @@ def test_poisson_arrivals_keep_their_rate_and_do_not_wait_for_those_before(monke
     assert 1800 < arrived < 2200
 
 
+@pytest.mark.long
 def test_schemes_measures_bytes_rates_and_reuse(call, capsys):
     code, result = call(
         "schemes", "--contexts", 130, 260, "--tokens", 2, "--rounds", 1,

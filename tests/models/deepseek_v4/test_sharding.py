@@ -71,6 +71,7 @@ def test_a_mesh_with_an_expert_axis_spreads_experts():
     assert set(whole[("blocks", 0, "experts", "up")]) == {None}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("axes", [(1, 2), (2, 1)])
 def test_a_decode_step_on_two_devices_agrees_with_one(axes):
     runtime = DeepseekV4Runtime(toy_model(TOY))
