@@ -30,14 +30,13 @@ test-long: .venv/.dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m long
 
 # What depends on JAX most, with the newest one, on the first Python >= 3.12 that runs: the cache's
-# functions, models (bits and oracles), the engine's steps, XLA's kernels, moves and SparseCores.
+# functions, the models' bits, the engine's steps, XLA's kernels, moves and SparseCores.
 # `make test-next NEXT=` runs all.
 NEXT := hybridkv/state models/llama models/test_text.py test_house.py \
-  $(addprefix models/deepseek_v4/, test_exactness.py test_oracle.py test_platforms.py) \
-  $(addprefix hybridkv/engine/, test_engine.py test_engine_tiers.py test_generate.py test_guard.py) \
+  $(addprefix models/deepseek_v4/, test_exactness.py test_platforms.py) \
+  $(addprefix hybridkv/engine/, test_engine.py test_generate.py test_guard.py) \
   $(addprefix pallas_kernels/, test_attention.py test_attention_pairs.py test_compression.py \
-  test_index_scores.py test_packing.py test_tpu_gather.py test_tpu_moves.py test_gpu_moves.py \
-  test_planted_faults.py)
+  test_index_scores.py test_packing.py test_tpu_gather.py test_tpu_moves.py test_gpu_moves.py)
 
 test-next: .venv-next/.dev
 	$(NEXT_BIN)/python -m pytest -n $(JOBS) --dist loadfile $(addprefix tests/,$(NEXT))
