@@ -4,10 +4,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
+from pallas_kernels.interpreting import interpret_params
 from pallas_kernels.packing import api as packing
 from pallas_kernels.packing.layout import Format
+
+_LANES = 128
+"""Of a TPU's register."""
 
 
 class BlockRows(NamedTuple):
@@ -50,3 +54,18 @@ def read_picked(
     block = rows.table.at[picks // per].get(mode="clip")
     stored = rows.pool.at[block, picks % per].get(mode="clip")
     return jnp.where(valid[..., None], packing.decode(stored, format), 0.0)
+
+
+def refuse_copied(pool: Shaped[Array, "blocks rows stored"]) -> None:
+    """For TPU kernels: where a row of bytes does not fill the lanes, XLA lays a pool out with its
+    blocks along them, and every call of a kernel would copy all of it first.
+
+    Raises:
+      NotImplementedError: it is such a pool; says how wide rows would have to be.
+    """
+    stored = pool.shape[-1]
+    if pool.dtype == jnp.uint8 and stored % _LANES and not interpret_params():
+        wide = -(-stored // _LANES) * _LANES
+        raise NotImplementedError(
+            f"a pool of {stored}-byte rows would be copied whole: pad its rows to {wide} bytes"
+        )

@@ -33,7 +33,7 @@ from pallas_kernels.attention.tpu_plan import (
     scalars,
     window_group,
 )
-from pallas_kernels.blocks import BlockRows, key_block_rows
+from pallas_kernels.blocks import BlockRows, key_block_rows, refuse_copied
 from pallas_kernels.interpreting import interpret_params
 from pallas_kernels.packing.layout import Format, RowLayout
 from pallas_kernels.packing.tpu_rows import UNIT, refusal
@@ -265,6 +265,7 @@ def _check(q: jax.Array, rows: BlockRows | None, format: Format, local_format: F
     if isinstance(format, RowLayout):
         _check_stored(rows.pool, format)
         _check_packed(rows)
+        refuse_copied(rows.pool)
         return
     if rows.pool.shape[-1] % LANES:
         raise NotImplementedError(

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.blocks import BlockRows
+from pallas_kernels.blocks import BlockRows, refuse_copied
 from pallas_kernels.index_scores import tpu_topk
 from pallas_kernels.index_scores.tpu_packed import Packed, refusal
 from pallas_kernels.index_scores.tpu_scores import (
@@ -118,6 +118,7 @@ def pick_rows(
       NotImplementedError: rows that cannot be copied in whole registers, or more of them than fit.
     """
     sizes = _sizes(queries, rows, topk, key_block, format)
+    refuse_copied(rows.pool)
     n, t = sizes.sequences, sizes.tokens
     split, whole = _split(queries, sizes, format)
     blocks = rows.pool.shape[0]

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int, Shaped
 
+from pallas_kernels.blocks import refuse_copied
 from pallas_kernels.interpreting import interpret_params
 
 Ref = Any
@@ -21,7 +22,12 @@ Ref = Any
 def gather_blocks(
     pool: Shaped[Array, "blocks rows stored"], places: Int[Array, " count"]
 ) -> Shaped[Array, "count rows stored"]:
-    """See ``api.gather_blocks``."""
+    """See ``api.gather_blocks``.
+
+    Raises:
+      NotImplementedError: a pool of packed rows that would be copied whole.
+    """
+    refuse_copied(pool)
     if places.shape[0] == 0:
         return jnp.zeros((0, *pool.shape[1:]), pool.dtype)
     inside = jnp.clip(places.astype(jnp.int32), 0, pool.shape[0] - 1)
@@ -39,7 +45,12 @@ def scatter_blocks(
     blocks: Shaped[Array, "count rows stored"],
     places: Int[Array, " count"],
 ) -> Shaped[Array, "blocks rows stored"]:
-    """See ``api.scatter_blocks``."""
+    """See ``api.scatter_blocks``.
+
+    Raises:
+      NotImplementedError: as ``gather_blocks``.
+    """
+    refuse_copied(pool)
     if places.shape[0] == 0:
         return pool
     return pl.pallas_call(

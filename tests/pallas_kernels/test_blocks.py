@@ -1,12 +1,19 @@
 """Reads through a block table."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from pools import pooled
 
-from pallas_kernels.blocks import key_block_rows, read_key_block, read_picked
+from pallas_kernels.attention import tpu as attention
+from pallas_kernels.blocks import BlockRows, key_block_rows, read_key_block, read_picked
+from pallas_kernels.index_scores import tpu as index_scores
+from pallas_kernels.moves import tpu as moves
+from pallas_kernels.packing.layout import RowLayout
+from pallas_kernels.sequences import Active
 
+MXFP4 = RowLayout("mxfp4", 128)
 ROWS = np.arange(22 * 3, dtype=np.float32).reshape(22, 3) + 1
 
 
@@ -46,3 +53,31 @@ def test_picked_rows_come_from_anywhere_and_others_are_zero():
 
 def test_a_pool_knows_its_rows_per_block():
     assert pooled(ROWS, per=2).rows_per_block == 2
+
+
+@pytest.mark.parametrize("operation", ["attention", "index_scores", "gather", "scatter"])
+def test_a_pool_that_every_call_would_copy_is_refused_on_a_tpu(operation):
+    """XLA lays it out with its blocks along the lanes, unless a row fills them."""
+
+    def call(wide):
+        row = RowLayout("fp8_rope16", 512, 64) if operation == "attention" else MXFP4
+        pool = jnp.zeros((4, 32, wide or row.row_bytes), jnp.uint8)
+        rows = BlockRows(pool, jnp.zeros((1, 2), jnp.int32))
+        if operation == "attention":
+            local = jnp.zeros((1, 128, 512), jnp.uint16)
+            q, one = jnp.zeros((1, 1, 64, 512)), jnp.zeros((1,), jnp.int32)
+            options = {"active": Active.all(1), "window": 128, "scale": 1.0, "format": row}
+            options |= {"rows": rows, "visible": one[None], "local_format": "bfloat16"}
+            return attention.attend(q, local, one, jnp.zeros((64,)), **options)
+        if operation == "index_scores":
+            q, weights = jnp.zeros((1, 1, 64, 128)), jnp.zeros((1, 1, 64))
+            seen = jnp.zeros((1, 1), jnp.int32)
+            options = {"active": Active.all(1), "topk": 512, "format": row}
+            return index_scores.pick_rows(q, weights, rows, seen, **options)
+        if operation == "gather":
+            return moves.gather_blocks(pool, jnp.zeros((2,), jnp.int32))
+        return moves.scatter_blocks(pool, pool[:2], jnp.zeros((2,), jnp.int32))
+
+    with pytest.raises(NotImplementedError, match="would be copied whole: pad its rows to"):
+        jax.eval_shape(lambda: call(None))
+    jax.eval_shape(lambda: call(640 if operation == "attention" else 128))
