@@ -9,6 +9,7 @@ r"""Measures speed as ratios within one run.
     python scripts/benchmark.py tiers --json docs/benchmarks/tiers.json
     python scripts/benchmark.py kernels --json docs/benchmarks/kernels.json
     python scripts/benchmark.py serve --json docs/benchmarks/serve.json
+    python scripts/benchmark.py observe --json docs/benchmarks/observe.json
 
 ``decode``: prefill and decode rates and cache bytes per token of a random 43 M model, and the cost
 of a decode step as the context grows. ``control``: planning against a million blocks.
@@ -16,7 +17,7 @@ of a decode step as the context grows. ``control``: planning against a million b
 time between tokens while prompts arrive, and the engine's own share of a turn. ``schemes``: the
 hybrid cache, the generic one and no reuse. ``tiers``: prefixes from host memory and disk.
 ``kernels``: each operation alone, beside a plain copy. ``serve``: what HTTP adds to a request.
-Rounds of the sides alternate; medians count.
+``observe``: what metrics and events take of a turn. Rounds of the sides alternate; medians count.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from typing import Any
 import benchmark_control
 import benchmark_engine
 import benchmark_kernels
+import benchmark_observe
 import benchmark_reuse
 import benchmark_schemes
 import benchmark_tiers
@@ -478,15 +480,23 @@ def serve(args: argparse.Namespace) -> int:
     return 0
 
 
+def observe(args: argparse.Namespace) -> int:
+    """The ``observe`` subcommand; exit status 1 where it costs more than its share."""
+    result = {**_machine(), **benchmark_observe.measure(args)}
+    command_line.write_json(args.json, result)
+    return benchmark_observe.report(result)
+
+
 def _serve_parser(commands: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         "serve", help="what the HTTP server adds to a request"
     )
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=16, help="new tokens of a request")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--tile", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=120)
+    parser.add_argument("--tile", type=int, default=64)
+    parser.add_argument("--spread", type=float, default=0.05, help="seconds in which all arrive")
     parser.set_defaults(run=serve)
     return parser
 
@@ -556,7 +566,10 @@ def main() -> int:
     benchmark_kernels.add_arguments(seven)
     seven.set_defaults(run=kernels)
     eight = _serve_parser(commands)
-    for some in (two, three, four, five, six, seven, eight):
+    nine = commands.add_parser("observe", help="what metrics and events take of a turn")
+    benchmark_observe.add_arguments(nine)
+    nine.set_defaults(run=observe)
+    for some in (two, three, four, five, six, seven, eight, nine):
         some.add_argument("--seed", type=int, default=0)
         some.add_argument("--json", metavar="FILE", help="write the result here too")
     args = parser.parse_args(sys.argv[1:])

@@ -1,17 +1,17 @@
 """What being observed costs a turn: of the hot path, while nobody asks and while somebody does.
 
-    python scripts/benchmark_observe.py --json docs/benchmarks/observe.json
-
-One engine decodes a full batch; what metrics and events do on its thread is timed where it happens
-and compared with the turns themselves, so that noise of the turns does not hide it. A scraper reads
-the metrics page far more often than Prometheus would, and both event streams are served.
+One engine computes prompts and decodes a full batch; what metrics and events do on its thread is
+timed where it happens and compared with the turns themselves, so that noise of the turns does not
+hide it. Prompts publish their blocks, so that each of their turns has something to tell; decoding
+has nothing. A scraper reads the metrics page far more often than Prometheus would, and both event
+streams are served; what another thread does for them is not in the figures.
 """
 
 import argparse
-import os
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import command_line
@@ -25,42 +25,53 @@ from hybridkv.engine.runner import RunnerOptions
 from hybridkv.errors import UserError
 from hybridkv.observe.numbers import reader_of
 from hybridkv.observe.prometheus import exposition
-from hybridkv.observe.publisher import EventOptions, EventPublisher, StreamOptions
 from hybridkv.state.capacity import Capacity
 from models.deepseek_v4.checkpoint import load_model
 from models.deepseek_v4.runtime import DeepseekV4Runtime
 
 MOST = 0.01
 """Share of a turn that observing may cost."""
+SHARES = {
+    "share": "decoding, nobody asks",
+    "scraped_share": "decoding, pages are read",
+    "prompt_share": "prompts, every turn publishes",
+}
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--slots", type=int, default=8, help="requests that decode together")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the subcommand."""
+    parser.add_argument("--slots", type=int, default=8, help="requests that run together")
     parser.add_argument("--context", type=int, default=512, help="tokens of a prompt")
-    parser.add_argument("--turns", type=int, default=400, help="turns of each part")
+    parser.add_argument("--turns", type=int, default=400, help="turns of each part that decodes")
     parser.add_argument("--scrape-s", type=float, default=0.5, help="between two scrapes")
-    parser.add_argument("--json", metavar="FILE", help="write the result here too")
-    args = parser.parse_args(argv)
+
+
+def _check(args: argparse.Namespace) -> None:
     if min(args.slots, args.context, args.turns) < 1 or args.scrape_s <= 0:
         raise UserError("--slots, --context, --turns and --scrape-s must be positive")
-    return args
 
 
 class Timed:
-    """A callback with the time that it has taken."""
+    """A callback with the time that it has taken, and what of it its thread computed."""
 
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call, self.seconds = call, 0.0
+    def __init__(self, call: Callable[..., None]) -> None:
+        self.call, self.seconds, self.cpu = call, 0.0, 0.0
 
-    def __call__(self) -> None:
+    def __call__(self, *given: Any) -> None:
         """Calls it."""
-        began = time.perf_counter()
-        self._call()
+        began, computed = time.perf_counter(), time.thread_time()
+        self.call(*given)
+        self.cpu += time.thread_time() - computed
         self.seconds += time.perf_counter() - began
+
+
+@contextlib.contextmanager
+def _timed(callbacks: list[Any]) -> Iterator[list[Timed]]:
+    """The callbacks of a list with their times, and as they were afterwards."""
+    timed = [Timed(call) for call in callbacks]
+    callbacks[:] = timed
+    yield timed
+    callbacks[:] = [each.call for each in timed]
 
 
 def _engine(args: argparse.Namespace) -> Engine:
@@ -75,30 +86,40 @@ def _engine(args: argparse.Namespace) -> Engine:
     return Engine(runtime, steps, RunnerOptions(capacity=capacity, snapshots=64))
 
 
-def _decoding(engine: Engine, args: argparse.Namespace) -> None:
-    """A full batch that goes on decoding for all parts."""
-    rng = np.random.default_rng(1)
+def _submit(engine: Engine, args: argparse.Namespace, rng: np.random.Generator) -> None:
+    """A full batch of new prompts that then goes on decoding for all parts."""
     for _ in range(args.slots):
         ids = rng.integers(0, engine.runner.model.vocab_size, args.context).astype(np.int32)
         engine.submit(Request(prompt=ids, max_new_tokens=3 * args.turns))
-    while any(task.output.first_token_s == 0 for task in engine._tasks.values()):
-        engine.step()
 
 
-def _turns(engine: Engine, count: int) -> tuple[float, dict[str, float]]:
-    """Seconds of a turn, and of them in each callback."""
-    plain = list(engine.on_turn)
-    timed = [Timed(call) for call in plain]
-    engine.on_turn[:] = timed
-    began = time.perf_counter()
-    for _ in range(count):
-        engine.step()
-    seconds = time.perf_counter() - began
-    engine.on_turn[:] = plain
-    names = ["metrics", "events"]
+def _prefilling(engine: Engine) -> bool:
+    return any(not task.output.pieces for task in engine._tasks.values())
+
+
+def _turns(engine: Engine, more: Callable[[int], bool]) -> tuple[float, dict[str, float]]:
+    """Seconds of a turn, and of them in metrics and events, as long as there are to be more."""
+    runner = engine.runner
+    with (
+        _timed(engine.on_turn) as (metrics, flush),
+        _timed(runner.allocator.on_touched) as touched,
+        _timed(runner.directory.on_publish) as published,
+    ):
+        began, count = time.perf_counter(), 0
+        while more(count):
+            engine.step()
+            count += 1
+        seconds = time.perf_counter() - began
+    events = (flush, *touched, *published)
     return seconds / count, {
-        name: each.seconds / count for name, each in zip(names, timed, strict=False)
+        "metrics": metrics.seconds / count,
+        "events": sum(each.seconds for each in events) / count,
+        "events_cpu": sum(each.cpu for each in events) / count,
     }
+
+
+def _spent(parts: dict[str, float]) -> float:
+    return parts["metrics"] + parts["events"]
 
 
 def _each(call: Callable[[], Any], count: int = 20_000) -> float:
@@ -121,79 +142,103 @@ def _note_seconds() -> float:
     return _each(lambda: counters.note_token(output, 0.01))
 
 
+def _scraped(engine: Engine, args: argparse.Namespace) -> tuple[float, dict[str, float], int]:
+    """As ``_turns`` while a thread reads pages; and how many it read."""
+    ended, pages = threading.Event(), 0
+
+    def scrape() -> None:
+        nonlocal pages
+        while not ended.wait(args.scrape_s):
+            exposition(engine)
+            pages += 1
+
+    thread = threading.Thread(target=scrape)
+    thread.start()
+    turn, spent = _turns(engine, lambda count: count < args.turns)
+    ended.set()
+    thread.join()
+    return turn, spent, pages
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All parts, as JSON."""
-    engine = _engine(args)
+    """All parts, as JSON.
+
+    Raises:
+      UserError: a number is not positive.
+    """
+    from hybridkv.observe.publisher import EventOptions, EventPublisher, StreamOptions
+
+    _check(args)
+    engine, rng = _engine(args), np.random.default_rng(args.seed)
     reader_of(engine)
     streams = [
         StreamOptions(endpoint="tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*")
         for _ in range(2)
     ]
-    with EventPublisher(engine, EventOptions(router=streams[0], entries=streams[1])):
-        _decoding(engine, args)
-        turn, quiet = _turns(engine, args.turns)
-        ended, pages = threading.Event(), 0
-
-        def scrape() -> None:
-            nonlocal pages
-            while not ended.wait(args.scrape_s):
-                exposition(engine)
-                pages += 1
-
-        thread = threading.Thread(target=scrape)
-        thread.start()
-        scraped_turn, scraped = _turns(engine, args.turns)
-        ended.set()
-        thread.join()
+    with EventPublisher(engine, EventOptions(router=streams[0], entries=streams[1])) as events:
+        _submit(engine, args, rng)  # to have run everything once
+        _turns(engine, lambda _: _prefilling(engine))
+        engine.reset()
+        _submit(engine, args, rng)
+        before = events.sent("router")
+        prompt_turn, prompts = _turns(engine, lambda _: _prefilling(engine))
+        events.drain()
+        messages = events.sent("router") - before
+        turn, quiet = _turns(engine, lambda count: count < args.turns)
+        scraped_turn, scraped, pages = _scraped(engine, args)
         tokens = args.slots * _note_seconds()
-        prompts, geometry = engine.counters.prompts, engine.runner.model.geometry
+        counted, geometry = engine.counters.prompts, engine.runner.model.geometry
         plan = engine.runner.plan(engine.runner.chain(np.arange(args.context) % 7))
-        prompt = _each(lambda: prompts.plus(plan, geometry), 2000)
+        account = _each(lambda: counted.plus(plan, geometry), 2000)
         lock = _each(lambda: _lock(engine))
         engine.reset()
-        cost = quiet["metrics"] + quiet["events"] + tokens + lock
-        scraped_cost = sum(scraped.values()) + tokens + lock
-        return {
-            "cores": os.cpu_count(),
-            "device": command_line.device_name(),
-            "slots": args.slots,
-            "turn_us": turn * 1e6,
-            "metrics_us": quiet["metrics"] * 1e6,
-            "events_us": quiet["events"] * 1e6,
-            "tokens_us": tokens * 1e6,
-            "lock_us": lock * 1e6,
-            "prompt_us": prompt * 1e6,
-            "share": cost / turn,
-            "pages": pages,
-            "scraped_metrics_us": scraped["metrics"] * 1e6,
-            "scraped_share": scraped_cost / scraped_turn,
-        }
+    always = tokens + lock
+    return {
+        "slots": args.slots,
+        "context": args.context,
+        "turns": args.turns,
+        "turn_us": turn * 1e6,
+        "metrics_us": quiet["metrics"] * 1e6,
+        "events_us": quiet["events"] * 1e6,
+        "tokens_us": tokens * 1e6,
+        "lock_us": lock * 1e6,
+        "share": (_spent(quiet) + always) / turn,
+        "pages": pages,
+        "scraped_turn_us": scraped_turn * 1e6,
+        "scraped_events_us": scraped["events"] * 1e6,
+        "scraped_metrics_us": scraped["metrics"] * 1e6,
+        "scraped_share": (_spent(scraped) + always) / scraped_turn,
+        "prompt_turn_us": prompt_turn * 1e6,
+        "prompt_events_us": prompts["events"] * 1e6,
+        "prompt_events_cpu_us": prompts["events_cpu"] * 1e6,
+        "prompt_messages": messages,
+        "prompt_us": account * 1e6,
+        "prompt_share": (_spent(prompts) + always + account) / prompt_turn,
+        "most": MOST,
+    }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Measures and prints; exit status 1 where observing costs more than its share."""
-    args = parse(argv)
-    command_line.use_compilation_cache()
-    result = measure(args)
+def report(result: dict[str, Any]) -> int:
+    """Prints tables; 1 where observing costs more than its share, else 0."""
     rows = [
-        ("a turn", f"{result['turn_us']:,.1f}"),
+        ("a turn that decodes", f"{result['turn_us']:,.1f}"),
         ("metrics, nobody asks", f"{result['metrics_us']:,.2f}"),
-        ("events, nothing published", f"{result['events_us']:,.2f}"),
-        (f"notes of {args.slots} tokens", f"{result['tokens_us']:,.2f}"),
-        ("the turn's lock", f"{result['lock_us']:,.2f}"),
-        ("a prompt's account, once a prompt", f"{result['prompt_us']:,.2f}"),
         (
             f"metrics, {result['pages']} pages read meanwhile",
             f"{result['scraped_metrics_us']:,.2f}",
         ),
+        ("events, nothing published", f"{result['events_us']:,.2f}"),
+        (f"notes of {result['slots']} tokens", f"{result['tokens_us']:,.2f}"),
+        ("the turn's lock", f"{result['lock_us']:,.2f}"),
+        ("a turn of prompts", f"{result['prompt_turn_us']:,.1f}"),
+        (
+            f"events, {result['prompt_messages']} messages told",
+            f"{result['prompt_events_us']:,.2f}",
+        ),
+        ("of that computing, not waiting", f"{result['prompt_events_cpu_us']:,.2f}"),
+        ("a prompt's account, once a prompt", f"{result['prompt_us']:,.2f}"),
     ]
     command_line.print_table("what observing costs", ["part of a turn", "µs"], rows)
-    shares = {name: result[name] for name in ("share", "scraped_share")}
-    for name, share in shares.items():
-        print(f"{name}: {share:.3%} of a turn (at most {MOST:.0%})")
-    command_line.write_json(args.json, result)
-    return 1 if max(shares.values()) > MOST else 0
-
-
-if __name__ == "__main__":
-    command_line.run(main)
+    for name, words in SHARES.items():
+        print(f"{words}: {result[name]:.3%} of a turn (at most {result['most']:.0%})")
+    return int(max(result[name] for name in SHARES) > result["most"])

@@ -23,16 +23,20 @@ from typing import Any
 import command_line
 import numpy as np
 
+from hybridkv.blocks.entries import Form, Tier
+from hybridkv.blocks.transitions import TierState
 from hybridkv.engine.engine import Engine, EngineOptions
 from hybridkv.engine.requests import Request
 from hybridkv.engine.runner import RunnerOptions
 from hybridkv.errors import UserError
+from hybridkv.observe.metric import tier_name
 from hybridkv.observe.publisher import EventOptions, EventPublisher, StreamOptions
 from hybridkv.observe.routing import PrefixIndex, Router
 from hybridkv.observe.subscriber import Gap, Subscriber
 from hybridkv.prefixes.policy import DEFAULT, NEVER
 from hybridkv.state.batch import StepOptions
 from hybridkv.state.capacity import Capacity
+from hybridkv.tiers.options import TierOptions
 from models.deepseek_v4.runtime import DeepseekV4Runtime
 from models.deepseek_v4.toy import TOY, toy_model
 
@@ -59,59 +63,114 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 # An engine.
 
 
-def _engine() -> Engine:
+def _engine(tiers: TierOptions | None = None) -> Engine:
     steps = StepOptions(tile=TILE, key_block=8, index_block=16, expert_rows=4, sequential=True)
     capacity = Capacity(blocks=BLOCKS, slots=SLOTS, blocks_per_sequence=PER_SEQUENCE)
-    sizes = RunnerOptions(capacity=capacity, snapshots=SNAPSHOTS)
+    sizes = RunnerOptions(capacity=capacity, snapshots=SNAPSHOTS, tiers=tiers)
     return Engine(DeepseekV4Runtime(toy_model()), steps, sizes, EngineOptions(probe=False))
 
 
-def serve(connection: Connection) -> None:
-    """Runs an engine: (tokens, new tokens, whether to keep states) come, what was reused goes."""
-    engine = _engine()
+def two_streams(**more: Any) -> EventOptions:
+    """Both streams on free ports of this machine."""
     streams = {
         name: StreamOptions(
             endpoint="tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*", topic=name
         )
         for name in STREAMS
     }
-    options = EventOptions(router=streams["router"], entries=streams["entries"])
+    return EventOptions(router=streams["router"], entries=streams["entries"], **more)
+
+
+class Commands:
+    """What can be asked of an engine by name; everything was told when an answer comes."""
+
+    def __init__(self, engine: Engine, events: EventPublisher) -> None:
+        self._engine, self._events = engine, events
+
+    def endpoints(self) -> dict[str, tuple[str | None, str | None]]:
+        """By stream: where it is, and where its gaps are asked for."""
+        found = self._events.endpoint
+        return {name: (found(name), found(name, replay=True)) for name in STREAMS}
+
+    def run(self, tokens: np.ndarray, new: int, keeps: bool) -> tuple[int, int]:
+        """A request, with states or without: tokens that were reused, and computed."""
+        policy = DEFAULT if keeps else NEVER
+        (output,) = self._engine.run([Request(prompt=tokens, max_new_tokens=new, policy=policy)])
+        self._engine.drain()
+        return output.reused, output.computed
+
+    def evict(self, tier: Tier) -> None:
+        """Takes everything that is idle from a tier, once slower tiers have their copies."""
+        runner = self._engine.runner
+        if runner.mover is not None:
+            runner.mover.flush(timeout_s=_WAIT_S)
+        for form, many in ((Form.SNAPSHOT, "snapshots"), (Form.BLOCK, "blocks")):
+            can_go = runner.allocator.evictable(form, tier)
+            runner.allocator.evict(tier=tier, **{many: can_go})
+
+    def has(self, tokens: np.ndarray) -> dict[str, int]:
+        """By tier, the blocks of a prompt that the directory has there from the first one on."""
+        runner = self._engine.runner
+        run = runner.directory.find(runner.chain(tokens)).entries
+        here = runner.allocator.entries.state[:, run] == TierState.PRESENT
+        return {tier_name(tier): int(here[tier].cumprod().sum()) for tier in Tier}
+
+    def announce(self) -> None:
+        """Tells everything again."""
+        self._events.announce_all()
+
+    def told(self) -> list[int]:
+        """By stream, the messages so far."""
+        self._events.flush()
+        self._events.drain()
+        return [self._events.sent(name) for name in STREAMS]
+
+
+def serve(connection: Connection, options: EventOptions, tiers: TierOptions | None) -> None:
+    """Runs an engine until None comes: a command's name and arguments come, its answer goes."""
+    engine = _engine(tiers)
     with EventPublisher(engine, options) as events:
-        connection.send(
-            {name: (events.endpoint(name), events.endpoint(name, replay=True)) for name in STREAMS}
-        )
+        commands = Commands(engine, events)
         while (asked := connection.recv()) is not None:
-            tokens, new, keeps = asked
-            policy = DEFAULT if keeps else NEVER
-            (output,) = engine.run([Request(prompt=tokens, max_new_tokens=new, policy=policy)])
-            engine.drain()
-            events.flush()
-            events.drain()
-            told = [events.sent(name) for name in STREAMS]
-            connection.send((output.reused, output.computed, told))
+            name, *given = asked
+            answer = getattr(commands, name)(*given)
+            connection.send((answer, commands.told()))
     engine.close()
 
 
 class Remote:
     """An engine in another process or thread, and the subscriptions to its events."""
 
-    def __init__(self, *, threads: bool) -> None:
+    def __init__(
+        self,
+        *,
+        threads: bool,
+        options: EventOptions | None = None,
+        tiers: TierOptions | None = None,
+    ) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._connection, theirs = spawn.Pipe()
         runs: Any = threading.Thread if threads else spawn.Process
-        self._runs = runs(target=serve, args=(theirs,), daemon=True)
+        given = (theirs, options or two_streams(), tiers)
+        self._runs = runs(target=serve, args=given, daemon=True)
         self._runs.start()
         self._subscribers: dict[str, Subscriber] = {}
+        self._told: list[int] = []
+
+    def command(self, name: str, *given: Any) -> Any:
+        """One of ``Commands``, and its answer."""
+        self._connection.send((name, *given))
+        answer, self._told = self._connection.recv()
+        return answer
 
     def connect(self) -> None:
         """Waits until it is there, and subscribes."""
-        for name, (endpoint, replay) in self._connection.recv().items():
+        for name, (endpoint, replay) in self.command("endpoints").items():
             self._subscribers[name] = Subscriber(endpoint, replay, topic=name)
 
     def ask(self, tokens: np.ndarray, *, new: int = 4, keeps: bool = True) -> tuple[int, int]:
         """Runs a request: tokens that were reused, and computed."""
-        self._connection.send((tokens, new, keeps))
-        reused, computed, self._told = self._connection.recv()
+        reused, computed = self.command("run", tokens, new, keeps)
         return reused, computed
 
     def read(self, index: PrefixIndex) -> None:

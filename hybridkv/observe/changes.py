@@ -1,18 +1,20 @@
 r"""What became visible and what went, entry by entry: differences between looks at the books.
 
-    allocator.on_touched --ids--> dirty     directory.on_publish --tokens--> kept until told
+    allocator.on_touched --ids--> dirty     directory.on_publish --tokens--> kept while it is there
                                     |
     flush(), between turns:  columns of dirty ids now  -  what was told of them  =  changes
 
 Looking at differences instead of at events, a reader of all changes has exactly what the directory
 has: nothing can be told twice, in the wrong order or not at all, whatever path the bookkeeping
 took. What comes and goes between two looks is not told. Where changes can't be taken yet they stay
-dirty, so that memory is bounded by the number of entries.
+dirty, so that memory is bounded by the number of entries. Tokens stay too, four bytes each: a block
+that moves to another tier, or comes back from one, is told with them like a new one.
 
 The thread that owns the engine calls everything here.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,8 +23,7 @@ from hybridkv.blocks.transitions import TierState
 from hybridkv.engine.runner import Runner
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Told:
+class Told(NamedTuple):
     """One entry as it was told last. It stays so until it is gone everywhere."""
 
     form: Form
@@ -39,30 +40,30 @@ class Told:
     """Where it is whole."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Stored:
+class Stored(NamedTuple):
     """An entry can be used on a tier from now on."""
 
     entry: Told
     tier: Tier
     tokens: np.ndarray | None
-    """uint32, of a block that was nowhere before; None of others, and where nobody knows."""
+    """uint32, of a block; None of a snapshot, and where nobody knows."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Removed:
+class Removed(NamedTuple):
     """An entry can't be used on a tier any more."""
 
     entry: Told
     tier: Tier
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Cleared:
     """Everything is gone."""
 
 
 Change = Stored | Removed | Cleared
+_NOWHERE: frozenset[Tier] = frozenset()
+_UNKNOWN: tuple[int, np.ndarray | None] = (-1, None)
 
 
 class Changes:
@@ -80,7 +81,7 @@ class Changes:
         self._cleared = False
         self._dirty: set[int] = set()
         self._tokens: dict[int, tuple[int, np.ndarray]] = {}
-        """By entry: its generation, and its tokens until they are told."""
+        """By entry: its generation, and its tokens until it is gone everywhere."""
         runner.on_reset.append(self._reset)
         self._attach()
         self._look_at_all()
@@ -119,7 +120,7 @@ class Changes:
     def _published(self, first: int, tokens: np.ndarray, ids: np.ndarray) -> None:
         del first
         generations = self._runner.allocator.entries.generation[ids].tolist()
-        rows = tokens.reshape(len(ids), -1)
+        rows = tokens.reshape(len(ids), -1).copy()  # not the whole prompt that they are a part of
         for entry, generation, row in zip(ids.tolist(), generations, rows, strict=True):
             self._tokens[entry] = (generation, row)
 
@@ -164,25 +165,26 @@ class Changes:
     def _compare(
         self, entry: int, now: Told | None, removed: list[Removed], stored: list[Stored]
     ) -> None:
-        before = self._told.pop(entry, None)
+        before = self._told.get(entry)
+        had = before.tiers if before is not None else _NOWHERE
+        has = now.tiers if now is not None else _NOWHERE
         same = (
             before is not None
             and now is not None
             and (before.generation, before.digest) == (now.generation, now.digest)
         )
         if before is not None:
-            gone = before.tiers - (now.tiers if now is not None and same else frozenset())
-            removed += [Removed(entry=before, tier=tier) for tier in sorted(gone)]
+            gone = had - has if same else had
+            removed += [Removed(before, tier) for tier in sorted(gone)]
         if now is None:
+            self._told.pop(entry, None)
             self._tokens.pop(entry, None)
             return
         self._told[entry] = now
-        new = now.tiers - (before.tiers if before is not None and same else frozenset())
-        generation, tokens = self._tokens.pop(entry, (-1, None))
+        generation, tokens = self._tokens.get(entry, _UNKNOWN)
         known = tokens if generation == now.generation else None
-        for tier in sorted(new):
-            stored.append(Stored(entry=now, tier=tier, tokens=known))
-            known = None  # once is enough
+        new = has - had if same else has
+        stored += [Stored(now, tier, known) for tier in sorted(new)]
 
     @property
     def told(self) -> dict[int, Told]:
@@ -194,26 +196,34 @@ def _depth(entry: Told) -> tuple[int, int]:
     return entry.position, entry.form
 
 
+_DIGEST = 32
+_TIERS = [frozenset(tier for tier in Tier if mask >> tier & 1) for mask in range(1 << len(Tier))]
+"""By bitmap."""
+_FORMS = {int(form): form for form in Form}
+
+
 def look(entries: Entries, ids: np.ndarray) -> list[Told | None]:
     """Some entries as they can be used now; None for those that can't."""
-    found: list[Told | None] = []
-    published, present = entries.published[ids], entries.state[:, ids] == TierState.PRESENT
-    for at, entry in enumerate(ids.tolist()):
-        tiers = frozenset(tier for tier in Tier if present[tier, at])
-        if not published[at] or not tiers:
-            found.append(None)
-            continue
-        form, parent = Form(int(entries.form[entry])), int(entries.parent[entry])
-        linked = form == Form.BLOCK and parent != NONE
-        found.append(
-            Told(
-                form=form,
-                generation=int(entries.generation[entry]),
-                digest=entries.digest[entry].tobytes(),
-                parent=entries.digest[parent].tobytes() if linked else None,
-                position=int(entries.position[entry]),
-                kinds=int(entries.kinds[entry]),
-                tiers=tiers,
-            )
+    present = entries.state[:, ids] == TierState.PRESENT
+    masks = (present << np.arange(len(Tier))[:, None]).sum(axis=0) * entries.published[ids]
+    parents = entries.parent[ids]
+    linked = (entries.form[ids] == Form.BLOCK) & (parents != NONE)
+    own, before = entries.digest[ids].tobytes(), entries.digest[parents].tobytes()
+    columns = [masks, entries.form[ids], entries.generation[ids], linked]
+    columns += [entries.position[ids], entries.kinds[ids]]
+    return [
+        Told(
+            _FORMS[form],
+            generation,
+            own[at * _DIGEST : (at + 1) * _DIGEST],
+            before[at * _DIGEST : (at + 1) * _DIGEST] if behind else None,
+            position,
+            kinds,
+            _TIERS[mask],
         )
-    return found
+        if mask
+        else None
+        for at, (mask, form, generation, behind, position, kinds) in enumerate(
+            zip(*(column.tolist() for column in columns), strict=True)
+        )
+    ]

@@ -1,12 +1,13 @@
 """Events as prefix-aware routers read them, and ours beside them.
 
 **The router's topic.** Blocks only, in the shape of vLLM's KV events: a batch ``[ts, events,
-data_parallel_rank]`` in msgpack, each event an array that begins with its class name, or a map
-with that name under ``type``, as newer releases write it (``Shape``). Fields and their order are
-those of ``vllm/distributed/kv_events.py``; nothing is added. A field at the end would be read by a
-router whose own release has another field there, and snapshots must not be in this stream at all:
-they have the hash of the block that they stand on, so that a router would take the removal of a
-snapshot for that of the block.
+data_parallel_rank]`` in msgpack, each event a map with its class name under ``type``, or an array
+that begins with that name, as releases up to 0.22 write it (``Shape``). Fields and their order are
+those of ``vllm/distributed/kv_events.py``; nothing is added. A field at the end of an array would
+be read by a router whose own release has another field there, and snapshots must not be in this
+stream at all: they have the hash of the block that they stand on, so that a router would take the
+removal of a snapshot for that of the block. Every copy of a block comes with its parent and tokens:
+routers that index by tokens drop what has none.
 
 **Our topic** therefore is a second stream, with its own endpoint, sequence numbers and replay
 socket: subscribers of everything (an empty topic, which is usual) do not see it, and gaps in one
@@ -15,13 +16,15 @@ say nothing about the other. The batch has the same shape; the events are ``Entr
 it costs to resume there.
 
 A hash is the chained digest of the tokens up to the block's end, 32 bytes; it differs by model,
-layout, numerics and namespace.
+layout, numerics and namespace. The router's topic has its last 64 bits as an integer, as vLLM has
+by default (``maybe_convert_block_hash`` in ``vllm/v1/core/kv_cache_utils.py``): there are routers
+that read no other. Two blocks that agree in them would only send a request to the wrong engine.
 """
 
 import dataclasses
 import enum
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,29 +41,30 @@ except ImportError as error:
     raise ImportError("events need msgspec and pyzmq: pip install 'hybridkv[observe]'") from error
 
 MEDIUMS = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.DISK: "DISK"}
-"""The router's words for tiers; an accelerator's memory is ``GPU`` there, whatever it is."""
+"""The router's words for tiers; an accelerator's memory is ``GPU`` there, whatever it is. SGLang
+says ``DISK`` too; vLLM says ``STORAGE``, which older routers take for the accelerator."""
 
 
 class Shape(enum.Enum):
     """How events stand in a batch of the router's topic."""
 
-    ARRAY = "array"
-    """``["BlockStored", ...]``: fields by place."""
     MAP = "map"
-    """``{"type": "BlockStored", ...}``: fields by name, without those that have their default."""
+    """``{"type": "BlockStored", ...}``: fields by name, as vLLM 0.33 and SGLang 0.5.23 do."""
+    ARRAY = "array"
+    """``["BlockStored", ...]``: fields by place, as vLLM 0.22 does."""
 
 
 _FIELDS: dict[str, list[Any]] = {
     "BlockStored": [
-        ("block_hashes", list[bytes]),
-        ("parent_block_hash", bytes | None),
+        ("block_hashes", list[bytes | int]),
+        ("parent_block_hash", bytes | int | None),
         ("token_ids", list[int]),
         ("block_size", int),
         ("lora_id", int | None),
         ("medium", str | None),
         ("lora_name", str | None),
     ],
-    "BlockRemoved": [("block_hashes", list[bytes]), ("medium", str | None)],
+    "BlockRemoved": [("block_hashes", list[bytes | int]), ("medium", str | None)],
     "AllBlocksCleared": [],
 }
 _STRUCTS: dict[Shape, dict[str, Any]] = {
@@ -137,20 +141,27 @@ class Resuming:
         return position - replay_start(self.geometry, position, self.tile) if self.replay else None
 
 
+def router_hash(digest: bytes) -> int:
+    """What the router's topic calls a block: the last 64 bits of its digest, big-endian."""
+    return int.from_bytes(digest[-8:], "big")
+
+
 def router_batch(
     changes: Sequence[Change],
     *,
     block_tokens: int,
-    shape: Shape = Shape.ARRAY,
+    shape: Shape = Shape.MAP,
+    whole_hashes: bool = False,
     rank: int | None = None,
     ts: float | None = None,
 ) -> bytes | None:
     """The router's message; None where nothing of it is for routers.
 
-    Token ids come with the first copy of a block; of further ones ``token_ids`` is empty, as in
-    vLLM's events of offloaded blocks.
+    ``token_ids`` is empty where nobody knows the tokens, see ``Changes``. With ``whole_hashes``
+    hashes are the 32 bytes.
     """
     structs, events = _STRUCTS[shape], []
+    name: Callable[[bytes], bytes | int] = bytes if whole_hashes else router_hash
     for run in _runs(changes):
         first = run[0]
         if isinstance(first, Cleared):
@@ -158,14 +169,16 @@ def router_batch(
         elif first.entry.form == Form.SNAPSHOT:
             continue
         elif isinstance(first, Removed):
-            hashes = [change.entry.digest for change in run]
+            hashes = [name(change.entry.digest) for change in run]
             medium = MEDIUMS[first.tier]
             events.append(structs["BlockRemoved"](block_hashes=hashes, medium=medium))
         else:
             events.append(
                 structs["BlockStored"](
-                    block_hashes=[change.entry.digest for change in run],
-                    parent_block_hash=first.entry.parent,
+                    block_hashes=[name(change.entry.digest) for change in run],
+                    parent_block_hash=None
+                    if first.entry.parent is None
+                    else name(first.entry.parent),
                     token_ids=_tokens(run),
                     block_size=block_tokens,
                     lora_id=None,

@@ -7,8 +7,10 @@ r"""Events over ZeroMQ: two streams that a slow subscriber can't slow.
 
 A subscriber that can't follow is skipped by its own high-water mark: it sees a gap in the sequence
 numbers, 8 bytes, big-endian, and asks the replay socket from the first that it misses. The answer
-is ``[b"", seq, payload]`` for each that is still kept and ends with the sequence number -1. Who has
-missed more than is kept asks for everything anew: ``EventPublisher.announce_all``.
+is ``[b"", topic, seq, payload]`` for each that is still kept and ends with the sequence number -1,
+as vLLM 0.33 and SGLang 0.5.23 answer; vLLM 0.22 leaves the topic out. Who has missed more than is
+kept asks for everything anew: ``EventPublisher.announce_all``. Numbers begin at 0 with each
+publisher, so that whoever follows an engine that was restarted has to subscribe anew.
 """
 
 import collections
@@ -45,6 +47,9 @@ class StreamOptions:
     """Messages that wait for one slow subscriber at most."""
     kept: int = 10_000
     """Messages that can be asked for again."""
+    replay_topic: bool = True
+    """Whether answers to that have the topic as messages do. Routers that were made for vLLM 0.22
+    and before expect none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +72,10 @@ class EventOptions:
         topic="hybridkv-events",
     )
     """Ours: blocks and snapshots, where one can resume and what that costs."""
-    shape: Shape = Shape.ARRAY
+    shape: Shape = Shape.MAP
+    whole_hashes: bool = False
+    """Whether the router's topic has hashes of 32 bytes, as vLLM's has where
+    ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES`` is 0."""
     rank: int | None = None
     """``data_parallel_rank`` of the batches."""
     queue: int = 64
@@ -87,6 +95,8 @@ class _Stream:
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", options: StreamOptions) -> None:
         self._topic = options.topic.encode()
+        self._ahead = [b"", self._topic] if options.replay_topic else [b""]
+        self._last = [b"", b""] if options.replay_topic else [b""]
         self._kept: collections.deque[tuple[int, bytes]] = collections.deque(maxlen=options.kept)
         self.next = 0
         """The next sequence number."""
@@ -99,7 +109,9 @@ class _Stream:
             self.replay_endpoint: str | None = None
             if options.replay_endpoint is not None:
                 self.router = context.socket(zmq.ROUTER)
-                self.router.set_hwm(options.kept + 1)  # a whole replay waits for its reader
+                # A whole replay waits for its reader. What was read is taken off the count only
+                # every half mark, so that as much may still be on it from the replay before.
+                self.router.set_hwm(2 * (options.kept + 1))
                 self.router.bind(options.replay_endpoint)
                 self.replay_endpoint = _bound(self.router)
         except zmq.ZMQError as error:
@@ -120,8 +132,9 @@ class _Stream:
         client, start = frames[0], int.from_bytes(frames[2], "big")
         for seq, payload in list(self._kept):
             if seq >= start:
-                self.router.send_multipart([client, b"", seq.to_bytes(8, "big"), payload])
-        self.router.send_multipart([client, b"", END, b""])
+                number = seq.to_bytes(8, "big")
+                self.router.send_multipart([client, *self._ahead, number, payload])
+        self.router.send_multipart([client, *self._last, END, b""])
 
     def close(self) -> None:
         self.publisher.close(linger=0)
@@ -208,8 +221,7 @@ class EventPublisher:
     def announce_all(self) -> None:
         """Tells again that everything is gone, and then all that is there.
 
-        On the engine's thread. Token ids of blocks are known only as far as a store has them, so
-        that the router's topic has the others without.
+        On the engine's thread.
         """
         self._changes.forget()
         self.flush()
@@ -281,7 +293,12 @@ class EventPublisher:
                 stream.send(entries_batch(changes, self._resuming, rank=options.rank, ts=ts))
                 return
             payload = router_batch(
-                changes, block_tokens=self._block, shape=options.shape, rank=options.rank, ts=ts
+                changes,
+                block_tokens=self._block,
+                shape=options.shape,
+                whole_hashes=options.whole_hashes,
+                rank=options.rank,
+                ts=ts,
             )
             if payload is not None:
                 stream.send(payload)

@@ -17,7 +17,12 @@ from typing import Any
 import numpy as np
 
 from hybridkv.errors import UserError
-from hybridkv.observe.events import EntriesBatch, EntriesRemoved, EntriesStored
+from hybridkv.observe.events import (
+    EntriesBatch,
+    EntriesRemoved,
+    EntriesStored,
+    router_hash,
+)
 
 try:
     import msgspec
@@ -59,10 +64,12 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._blocks: dict[bytes, _Block] = {}
-        self._behind: dict[tuple[bytes | None, bytes], bytes] = {}
+        self._digests: dict[int, bytes] = {}
+        """From what the router's topic calls those blocks to what ours does."""
+        self._behind: dict[tuple[int | None, bytes], int] = {}
         """From a block's hash and the next block's tokens to its hash."""
-        self._edges: dict[bytes, tuple[bytes | None, bytes]] = {}
-        self._mediums: dict[bytes, set[str | None]] = {}
+        self._edges: dict[int, tuple[int | None, bytes]] = {}
+        self._mediums: dict[int, set[str | None]] = {}
         self._block_size = 0
 
     def forget(self) -> None:
@@ -81,7 +88,7 @@ class PrefixIndex:
         if event["type"] == "AllBlocksCleared":
             self._behind, self._edges, self._mediums = {}, {}, {}
         elif event["type"] == "BlockRemoved":
-            for block in event["block_hashes"]:
+            for block in map(_short, event["block_hashes"]):
                 mediums = self._mediums.get(block, set())
                 mediums.discard(event["medium"])
                 if not mediums:
@@ -93,8 +100,8 @@ class PrefixIndex:
     def _stored(self, event: Mapping[str, Any]) -> None:
         size = self._block_size = event["block_size"]
         tokens = np.asarray(event["token_ids"], np.uint32)
-        parent = event["parent_block_hash"]
-        for number, block in enumerate(event["block_hashes"]):
+        parent = None if event["parent_block_hash"] is None else _short(event["parent_block_hash"])
+        for number, block in enumerate(map(_short, event["block_hashes"])):
             self._mediums.setdefault(block, set()).add(event["medium"])
             if tokens.size:
                 edge = (parent, tokens[number * size : (number + 1) * size].tobytes())
@@ -111,12 +118,13 @@ class PrefixIndex:
             elif isinstance(event, EntriesRemoved):
                 self._entries_removed(event)
             else:
-                self._blocks = {}
+                self._blocks, self._digests = {}, {}
 
     def _entries_stored(self, event: EntriesStored) -> None:
         fields = zip(event.block_hashes, event.positions, event.replay_tokens, strict=True)
         for block, position, cost in fields:
             known = self._blocks.setdefault(block, _Block(position=position))
+            self._digests[router_hash(block)] = block
             if event.form == "snapshot":
                 known.snapshots.add(event.tier)
             else:
@@ -131,6 +139,7 @@ class PrefixIndex:
             (known.snapshots if event.form == "snapshot" else known.tiers).discard(event.tier)
             if not known.tiers and not known.snapshots:
                 del self._blocks[block]
+                self._digests.pop(router_hash(block), None)
 
     # Asking.
 
@@ -168,9 +177,14 @@ class PrefixIndex:
         size, parent = self._block_size, None
         for start in range(0, len(tokens) - size + 1, size) if size else ():
             parent = self._behind.get((parent, tokens[start : start + size].tobytes()))
-            if parent is None:
+            if parent not in self._digests:
                 return
-            yield parent
+            yield self._digests[parent]
+
+
+def _short(block: bytes | int) -> int:
+    """A hash of the router's topic, whichever way it is written."""
+    return block if isinstance(block, int) else router_hash(block)
 
 
 def _fields(event: Any) -> Mapping[str, Any]:

@@ -107,7 +107,7 @@ class Subscriber:
         self._replay.send_multipart([b"", self.expected.to_bytes(8, "big")])
         end = time.monotonic() + self._replay_s
         while self._replay.poll(max(int((end - time.monotonic()) * 1000), 0)):
-            _, number, payload = self._replay.recv_multipart()
+            *_, number, payload = self._replay.recv_multipart()  # with the topic or without
             if number == END:
                 return
             seq = int.from_bytes(number, "big")

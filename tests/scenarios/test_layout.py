@@ -1,6 +1,7 @@
 """Bytes of rows and blocks: sizes, strides, addresses, and who may read them."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from hybridkv.state.cache import Cache, cache_bytes
 from hybridkv.state.capacity import Capacity
 from hybridkv.state.compressed import write_rows
 from pallas_kernels.packing import api as packing
+from pallas_kernels.packing.layout import layout_named
 from scenarios.runs import GEOMETRY, plan_on, tokens
 
 BLOCKS, ROWS = 6, 4
@@ -184,6 +186,49 @@ def test_b185_each_kind_is_counted_in_its_own_bytes(geometry):
     said = geometry.cache_bytes(10 * geometry.block_tokens)
     assert {kind: counted[kind] for kind in said} == dict(said)
     assert counted[Kind.INDEXER] * geometry.row_bytes != counted[Kind.COMPRESSED]
+
+
+SCALED = pytest.mark.parametrize("name", ["fp8_rope16", "fp4_e4m3", "fp8_index"])
+"""Formats with scales of powers of two, of floats of eight bits and of plain floats."""
+
+
+@functools.cache
+def scaled_rows(name):
+    """Rows of very different sizes, as they are and as they are stored; and what reads them."""
+    layout = layout_named(name, 128, 0)
+    sizes = np.float32(2.0) ** np.array([[-2], [4], [0], [-1], [5], [1]], np.float32)
+    rows = np.random.default_rng(0).normal(size=(6, 128)).astype(np.float32) * sizes
+    encode = jax.jit(functools.partial(packing.encode, format=layout))
+    decode = jax.jit(functools.partial(packing.decode, format=layout))
+    return rows, layout, lambda x: np.asarray(encode(x)), lambda x: np.asarray(decode(x))
+
+
+@SCALED
+def test_b186_each_row_keeps_its_scales_wherever_it_is_gathered_to(name):
+    rows, _, encode, decode = scaled_rows(name)
+    stored = encode(rows)
+    back = decode(stored)
+    errors = np.abs(back - rows).max(axis=1) / np.abs(rows).max(axis=1)
+    assert errors.max() < (2**-2 if name == "fp4_e4m3" else 2**-4)  # as for rows of one size
+    for order in ([4, 0, 0, 5, 2, 1], [3] * 6):
+        np.testing.assert_array_equal(decode(stored[order]), back[order])
+
+
+@SCALED
+def test_b188_the_scale_that_is_written_is_the_one_that_is_read(name):
+    """Twice the numbers are the same codes under twice the scale, and the other way round."""
+    rows, layout, encode, decode = scaled_rows(name)
+    stored, twice = encode(rows), encode(2 * rows)
+    codes, scales = layout.data, layout.scales
+    np.testing.assert_array_equal(twice[:, codes], stored[:, codes])
+    form = np.float32 if name == "fp8_index" else np.uint8
+    before, after = (np.ascontiguousarray(x[:, scales]).view(form) for x in (stored, twice))
+    one_power_more = {"fp8_rope16": before + 1, "fp4_e4m3": before + 8, "fp8_index": 2 * before}
+    np.testing.assert_array_equal(after, one_power_more[name])
+    mixed = stored.copy()
+    mixed[::2, scales] = twice[::2, scales]
+    factors = np.where(np.arange(6) % 2, 1, 2)[:, None]
+    np.testing.assert_array_equal(decode(mixed), factors * decode(stored))
 
 
 def test_b189_rows_of_another_dtype_are_a_miss():

@@ -21,7 +21,8 @@ def rows(tmp_path_factory):
     """Both engines in this process, as small as those of other tests, and so compiled before."""
     path = tmp_path_factory.mktemp("route") / "rows.json"
 
-    def engine():
+    def engine(tiers):
+        assert tiers is None
         options = toy_options(tile=16, key_block=8, index_block=16, lanes=2)
         return make_engine(toy_runtime(), options, time=Time())
 

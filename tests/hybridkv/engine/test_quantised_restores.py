@@ -1,16 +1,13 @@
 """Packed rows restored by every way there is: the bits are those of a cold run."""
 
-import contextlib
 import functools
-import time
 
 import pytest
 from engines import LANES, TILE, Lab, Time, ids_of, make_engine, renewed, same
-from tiered import with_tiers
+from tiered_lab import give_up, lab_with_tiers
 from toy import toy_model, toy_options
 
-from hybridkv.blocks.entries import Form, Tier
-from hybridkv.blocks.invariants import check
+from hybridkv.blocks.entries import Tier
 from hybridkv.prefixes.policy import DENSE, NEVER
 from models.deepseek_v4.cache_formats import CACHE_FORMATS
 from models.deepseek_v4.runtime import DeepseekV4Runtime
@@ -66,32 +63,14 @@ def test_a_replayed_state_gives_the_bits_of_a_cold_run(lab):
     assert min(output.reused, output.replayed) > 0
 
 
-@contextlib.contextmanager
-def tiers(lab, path):
-    """The engine over three tiers; what it waits for happens in real time."""
-    engine = lab.engine
-    with with_tiers(engine.runner, path / "store") as mover:
-        engine.reset()
-        lab.change(restores=mover, restore_s=1e9)
-        virtual, engine._sleep = engine._sleep, lambda s: (time.sleep(1e-3), lab.time.sleep(s))
-        try:
-            yield mover
-        finally:
-            engine._sleep = virtual
-            check(engine.runner.allocator)
-
-
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
 def test_what_other_tiers_hold_gives_the_bits_of_a_cold_run(lab, tmp_path, tier):
     alone = lab.alone(IDS, NEW)
-    with tiers(lab, tmp_path) as mover:
+    with lab_with_tiers(lab, tmp_path) as mover:
         lab.finish(lab.submit(IDS, NEW, policy=DENSE))
         lab.engine.drain()
         assert mover.flush(timeout_s=60)
-        allocator = lab.engine.runner.allocator
-        for faster in (t for t in Tier if t < tier):
-            for form, many in ((Form.SNAPSHOT, "snapshots"), (Form.BLOCK, "blocks")):
-                allocator.evict(tier=faster, **{many: allocator.evictable(form, faster)})
+        give_up(lab.engine.runner.allocator, *(faster for faster in Tier if faster < tier))
         handle = lab.submit(IDS, NEW)
         lab.finish(handle)
         assert same(handle.output, alone)

@@ -148,21 +148,25 @@ def test_forgetting_tells_everything_again(world):
     assert world.told() == ["cleared", BLOCK, BLOCK]
 
 
-def test_tokens_are_told_once_and_only_of_the_entry_they_are_of(world):
-    publish = world.runner.directory.on_publish[0]
+def test_tokens_are_told_with_every_copy_and_only_of_the_entry_they_are_of(world):
+    publish, tokens = world.runner.directory.on_publish[0], np.arange(32, dtype=np.uint32)
     (block,) = world.books.chain(1)
-    publish(0, np.arange(16, dtype=np.uint32), ids(block))
+    publish(0, tokens[:16], ids(block))
+    tokens[:] = 0  # what is kept is no part of the prompt, which would stay as long
     (change,) = world.changes.flush()
     assert change.tokens.tolist() == list(range(16))
     receipt = world.copy([block])
     world.books.commit(receipt.entries, FORM_BITS[Form.BLOCK], HOST)
     (copied,) = world.changes.flush()
-    assert copied.tokens is None
+    assert copied.tokens.tolist() == list(range(16))
+    world.changes.forget()
+    assert [c.tokens.tolist() for c in world.changes.flush()[1:]] == [list(range(16))] * 2
     world.books.release(receipt)
     world.books.evict(blocks=1, tier=HOST)
     world.books.evict(blocks=1)
     world.changes.flush()
-    publish(0, np.arange(16, dtype=np.uint32), ids(block))  # of the generation that is gone
+    assert not world.changes._tokens
+    publish(0, tokens[:16], ids(block))  # of the generation that is gone
     (again,) = world.books.chain(1)
     assert again == block
     (change,) = world.changes.flush()

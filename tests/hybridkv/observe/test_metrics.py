@@ -1,7 +1,6 @@
 """Metrics of an engine that has done something of everything: they are what was done."""
 
 import collections
-import contextlib
 import http.client
 import math
 import threading
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from engines import SLOTS, TILE, ids_of
 from prometheus_client.parser import text_string_to_metric_families
-from tiered import with_tiers
+from tiered_lab import give_up, lab_with_tiers
 
 from hybridkv.blocks.entries import Form, Tier
 from hybridkv.blocks.transitions import TierState
@@ -48,19 +47,6 @@ STATEMENTS = {
 """What the design's paragraph on observing asks for, and where it is."""
 
 
-@contextlib.contextmanager
-def tiers(lab, path):
-    engine = lab.engine
-    with with_tiers(engine.runner, path / "store") as mover:
-        engine.reset()
-        lab.change(restores=mover, restore_s=1e9)
-        virtual, engine._sleep = engine._sleep, lambda s: (time.sleep(1e-3), lab.time.sleep(s))
-        try:
-            yield mover
-        finally:
-            engine._sleep = virtual
-
-
 def page(engine):
     return samples_of(exposition(engine))
 
@@ -84,7 +70,6 @@ def total(samples, name):
 
 def mixed(lab, mover):
     """Hits, misses, replays, parts that differ, loads from host and disk, a late restore."""
-    allocator = lab.engine.runner.allocator
     handles = [lab.submit(LONG, 5, policy=DENSE), lab.submit(ids_of(50, seed=2), 9, policy=NEVER)]
     lab.finish(*handles)
     forked = np.concatenate([LONG[:37], ids_of(30, seed=3)])
@@ -94,17 +79,14 @@ def mixed(lab, mover):
     for gone, seed in ((Tier.DEVICE, 6), (Tier.HOST, 7)):
         lab.engine.drain()
         assert mover.flush(timeout_s=30)
-        for tier in Tier:
-            if tier <= gone:
-                for form, many in ((Form.SNAPSHOT, "snapshots"), (Form.BLOCK, "blocks")):
-                    allocator.evict(tier=tier, **{many: allocator.evictable(form, tier)})
+        give_up(lab.engine.runner.allocator, *(tier for tier in Tier if tier <= gone))
         handles.append(lab.submit(np.concatenate([LONG, ids_of(20, seed=seed)]), 2))
         lab.finish(*handles)
     return handles
 
 
 def test_ideal_is_reused_and_lost_and_every_number_is_what_the_outputs_say(lab, tmp_path):
-    with tiers(lab, tmp_path) as mover:
+    with lab_with_tiers(lab, tmp_path) as mover:
         handles = mixed(lab, mover)
         now, numbers = page(lab.engine), measure(lab.engine)
     outputs = [handle.output for handle in handles]
@@ -135,7 +117,7 @@ def test_ideal_is_reused_and_lost_and_every_number_is_what_the_outputs_say(lab, 
 
 
 def test_restored_tokens_come_from_the_tier_they_were_on(lab, tmp_path):
-    with tiers(lab, tmp_path) as mover:
+    with lab_with_tiers(lab, tmp_path) as mover:
         outputs = [handle.output for handle in mixed(lab, mover)]
         now = page(lab.engine)
         restored = {
@@ -165,7 +147,7 @@ def test_restored_tokens_come_from_the_tier_they_were_on(lab, tmp_path):
 
 
 def test_places_by_tier_are_those_of_the_allocator(lab, tmp_path):
-    with tiers(lab, tmp_path) as mover:
+    with lab_with_tiers(lab, tmp_path) as mover:
         mixed(lab, mover)
         lab.submit(ids_of(100, seed=9), 30)
         lab.steps(4)  # something is seated, leased and reserved
