@@ -42,5 +42,10 @@ class ModuleRuntime:
         with matmul_precision(self.config.dtype):
             return self._decode(self._merge(params), batch, cache, options)
 
+    @property
+    def module(self) -> Any:
+        """The model, of the same arrays."""
+        return self._merge(self.params)
+
     def _merge(self, params: list[jax.Array]) -> Any:
         return nnx.merge(self._graph, jax.tree.unflatten(self._structure, params))

@@ -3,22 +3,26 @@
     python scripts/serve.py                                    # http://127.0.0.1:8000/v1
     python scripts/serve.py --model smollm2 --context 4096 --slots 4
     python scripts/serve.py --host 0.0.0.0 --api-keys keys.txt --store ~/prefixes
+    python scripts/serve.py --rollout rollout.json             # reuse as far as it is trusted
 
-One process, one engine. Each API key is a tenant, whose prompts share prefixes with each other and
-with nobody else's. See docs/serving.md.
+One process, one engine, or with --rollout two or three. Each API key is a tenant, whose prompts
+share prefixes with each other and with nobody else's. See docs/serving.md.
 """
 
 import argparse
 import asyncio
 import dataclasses
+import gc
 import logging
 import pathlib
 import socket
 import sys
-from typing import Any
+from typing import Any, TypeVar
 
 import command_line
 import decode_models
+import serving_http
+import serving_rollout
 
 from hybridkv.engine.engine import Engine, EngineOptions
 from hybridkv.engine.generate import default_options
@@ -26,7 +30,10 @@ from hybridkv.engine.generated import Publish
 from hybridkv.engine.runner import RunnerOptions
 from hybridkv.engine.sampling import MOST_LOGPROBS
 from hybridkv.errors import UserError
+from hybridkv.observe.rollout_schemes import RolloutSchemes
+from hybridkv.observe.shadow import cold_sizes
 from hybridkv.state.capacity import Capacity
+from models.deepseek_v4.runtime import DeepseekV4GenericRuntime, DeepseekV4Runtime
 from models.text import Text
 
 try:
@@ -40,6 +47,7 @@ except ImportError as missing:
         raise
     command_line.fail(f"{missing.name} is missing: pip install 'hybridkv[serve]'")
 
+T = TypeVar("T")
 AFTER_GRACE_S = 5.0
 """Seconds for cancelled answers to be sent before connections are cut."""
 KEEP_ALIVE_S = 65
@@ -72,6 +80,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--publish", choices=[x.value for x in Publish], default="canonical")
     add("--store", type=pathlib.Path, help="folder of prefixes that outlive this")
     add("--host-tokens", type=int, default=0, help="room in host memory")
+    add("--rollout", type=pathlib.Path, metavar="STATE", help="state file of scripts/rollout.py")
+    add("--rollout-safe", choices=serving_rollout.SAFE, default="cold", help="serves else")
+    add("--rollout-options", type=pathlib.Path, metavar="JSON", help="shares and thresholds")
     parser.set_defaults(token_ids=None)
     return parser.parse_args(argv)
 
@@ -96,6 +107,12 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise UserError(f"--port must be at most 65535, got {args.port}")
     if args.request_timeout is not None and not args.request_timeout > 0:
         raise UserError(f"--request-timeout must be above 0, got {args.request_timeout}")
+    if args.rollout is None and (args.rollout_options or args.rollout_safe != "cold"):
+        raise UserError("--rollout-safe and --rollout-options are for --rollout STATE")
+    if args.rollout is not None and args.scheme != "hybrid":
+        raise UserError("--rollout chooses the scheme of each request: leave --scheme out")
+    if args.rollout is not None and not args.rollout.absolute().parent.is_dir():
+        raise UserError(f"--rollout: there is no folder {args.rollout.parent}")
     if not is_loopback(args.host) and args.api_keys is None and not args.allow_anyone:
         raise UserError(
             f"whoever reaches {args.host} could use this server: give --api-keys FILE, or "
@@ -103,8 +120,42 @@ def check_arguments(args: argparse.Namespace) -> None:
         )
 
 
-def make_engine(args: argparse.Namespace, runtime: Any, text: Text) -> Engine:
-    """The engine that the command line asks for."""
+def make(args: argparse.Namespace, runtime: Any, text: Text) -> Engine | RolloutSchemes:
+    """What the command line asks for: an engine, or those of a rollout.
+
+    Raises:
+      UserError: the options of the rollout cannot be read.
+    """
+    if args.rollout is None:
+        return make_engine(args, runtime, text)
+
+    def engine(scheme: str) -> Engine:
+        own = runtime
+        if scheme == "generic":  # of the same weights
+            own = DeepseekV4GenericRuntime(runtime.module)
+        return make_engine(args, own, text, cold=scheme != "hybrid")
+
+    choices = serving_rollout.read_choices(args.rollout_options)
+    return serving_rollout.make_schemes(
+        engine, args.rollout, choices, safe=args.rollout_safe, text=text
+    )
+
+
+def settled(made: T) -> T:
+    """The same; what there is by now is not looked at by the garbage collector any more.
+
+    That is all of JAX and the compiled steps: looking through it stops every request for some
+    hundred milliseconds, now and then.
+    """
+    gc.collect()
+    gc.freeze()
+    return made
+
+
+def make_engine(
+    args: argparse.Namespace, runtime: Any, text: Text, *, cold: bool = False
+) -> Engine:
+    """The engine that the command line asks for, or the one that runs the same without reuse."""
     steps = default_options(runtime)
     if args.tile:
         steps = dataclasses.replace(steps, tile=args.tile)
@@ -119,9 +170,11 @@ def make_engine(args: argparse.Namespace, runtime: Any, text: Text) -> Engine:
         tiers=decode_models.tiers(args, runtime, args.store),
     )
     options = EngineOptions(
-        publish=Publish(args.publish), logprobs=args.logprobs, digests=args.digests
+        publish=Publish(args.publish),
+        logprobs=args.logprobs,
+        digests=args.digests or args.rollout is not None,  # by which runs are compared
     )
-    return Engine(runtime, steps, sizes, options, text=text)
+    return Engine(runtime, steps, cold_sizes(sizes) if cold else sizes, options, text=text)
 
 
 def served(args: argparse.Namespace, runtime: Any, text: Text) -> Served:
@@ -166,8 +219,8 @@ def make_server(app: Any, thread: EngineThread, *, host: str, port: int, grace_s
         app,
         host=host,
         port=port,
-        loop="asyncio",
-        http="h11",
+        loop=serving_http.event_loop(),
+        http=serving_http.http_protocol(),
         ws="none",
         log_config=None,
         log_level="warning",
@@ -205,8 +258,11 @@ def main() -> int:
     model = served(args, runtime, text)
     if model.template and not text.chats:
         raise UserError("this model has no chat template: leave --chat out")
+    if args.rollout_safe == "generic" and not isinstance(runtime, DeepseekV4Runtime):
+        raise UserError("this model's cache is generic already: leave --rollout-safe out")
+    serving_rollout.read_choices(args.rollout_options)  # refused before anything is compiled
     thread = EngineThread(
-        lambda: make_engine(args, runtime, text), slots=args.slots, max_waiting=args.max_waiting
+        lambda: settled(make(args, runtime, text)), slots=args.slots, max_waiting=args.max_waiting
     )
     hosts = frozenset(args.allow_host) if is_loopback(args.host) else None
     app = make_app(

@@ -9,7 +9,6 @@ they tell counts, no text and no names.
 import asyncio
 import contextlib
 import dataclasses
-import hashlib
 import ipaddress
 import time
 from collections.abc import AsyncIterator
@@ -73,24 +72,25 @@ class Api:
         self._require_model(request.path_params["name"])
         return JSONResponse(self._model())
 
-    async def health(self) -> Response:
-        """``GET /health``: 200 once requests are taken."""
-        state = self._thread.state
-        words = "ok" if state is State.READY else state.value
-        return JSONResponse({"status": words}, 200 if state is State.READY else 503)
+    async def health(self, request: Request) -> Response:
+        """``GET /health``: 200 once requests are taken; where a rollout stands."""
+        state, backend = self._thread.state, self._thread.backend
+        told = {"status": "ok" if state is State.READY else state.value}
+        told |= {} if backend is None else backend.health()
+        return JSONResponse(told, 200 if state is State.READY else 503)
 
-    async def metrics(self) -> Response:
+    async def metrics(self, request: Request) -> Response:
         """``GET /metrics``, in Prometheus' text format."""
         try:
             from hybridkv.observe import prometheus
         except ImportError as error:
             raise ApiError(501, str(error), type=serving_errors.SERVER) from error
-        engine = self._thread.engine
-        if engine is None:
+        backend = self._thread.backend
+        if backend is None:
             self._thread.require_ready()
-        assert engine is not None
+        assert backend is not None
         try:
-            page = await asyncio.to_thread(prometheus.exposition, engine)
+            page = await asyncio.to_thread(backend.page)
         except TimeoutError as error:
             raise serving_errors.unavailable(str(error), "not_ready", retry_after_s=1) from error
         return Response(page, media_type=prometheus.CONTENT_TYPE)
@@ -102,7 +102,7 @@ class Api:
         self._require_model(body.model)
         asked = await requests(self._served, body, namespace)
         reply = Reply(
-            Head(chat=kind is ChatBody, model=self._served.name, fingerprint=self._fingerprint()),
+            Head(chat=kind is ChatBody, model=self._served.name, fingerprint=self._fingerprint),
             self._names,
             choices=len(asked) * body.n,
             samples=body.n,
@@ -157,12 +157,10 @@ class Api:
             "max_model_len": self._served.context,
         }
 
+    @property
     def _fingerprint(self) -> str:
-        """Of everything that bits depend on beside the request: the engine's identity."""
-        engine = self._thread.engine
-        assert engine is not None  # it was ready
-        root = engine.runner.identity.root()
-        return f"fp_{hashlib.sha256(root).hexdigest()[:16]}"
+        assert self._thread.backend is not None  # it was ready
+        return self._thread.backend.fingerprint
 
 
 def make_app(
@@ -185,12 +183,13 @@ def make_app(
 
     app = FastAPI(openapi_url=None, lifespan=lifespan)
     api = Api(served, keys, thread, options)
-    app.add_api_route("/v1/completions", api.completions, methods=["POST"])
-    app.add_api_route("/v1/chat/completions", api.chat, methods=["POST"])
-    app.add_api_route("/v1/models", api.models)
-    app.add_api_route("/v1/models/{name:path}", api.model)
-    app.add_api_route("/health", api.health, methods=["GET", "HEAD"])
-    app.add_api_route("/metrics", api.metrics)
+    # Plain routes: bodies are read and checked here, so that there is nothing to inject.
+    app.add_route("/v1/completions", api.completions, methods=["POST"])
+    app.add_route("/v1/chat/completions", api.chat, methods=["POST"])
+    app.add_route("/v1/models", api.models, methods=["GET"])
+    app.add_route("/v1/models/{name:path}", api.model, methods=["GET"])
+    app.add_route("/health", api.health, methods=["GET"])
+    app.add_route("/metrics", api.metrics, methods=["GET"])
     app.add_exception_handler(ApiError, _told)
     app.add_exception_handler(HTTPException, _no_route)
     app.add_exception_handler(ClientDisconnect, _nobody)

@@ -3,13 +3,13 @@ r"""One thread that owns the engine, and what other threads hold of their reques
     event loop                                    the engine's thread
     ----------                                    -------------------
     submit(requests) --> Ticket   --commands-->   between two turns: submit, cancel
+      (what one iteration of the loop brings is one command)
                            ^                      turn: at most one decode step, some tiles
     news() <--one call a turn--- Update <----   what is new of every request
 
-Everything that touches the engine runs on its thread, its making included, and under its
-``turn_lock``, so that a page of metrics may look at it in between. A cancelled request has given
-back its slot before the next turn begins. A turn that raises ends the requests of that moment and
-empties the engine, which then goes on; one that raises several times in a row ends it.
+Everything that touches the engine runs on its thread, its making included. A cancelled request has
+given back its slot before the next turn begins. A turn that raises ends the requests of that moment
+and empties the engine, which then goes on; one that raises several times in a row ends it.
 """
 
 import asyncio
@@ -28,11 +28,15 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import serving_errors
+from serving_backend import Backend, backend_of
+from serving_updates import Began, Ended, Update
 
 from hybridkv.engine.engine import Engine
 from hybridkv.engine.handle import Handle
-from hybridkv.engine.requests import Finish, Output, Piece, Request
+from hybridkv.engine.requests import Output, Request
 from hybridkv.errors import UserError
+from hybridkv.observe.rollout_handle import RolloutHandle
+from hybridkv.observe.rollout_schemes import RolloutSchemes
 
 T = TypeVar("T")
 LOG = logging.getLogger("hybridkv.serve")
@@ -56,50 +60,6 @@ class State(enum.Enum):
     STOPPED = "stopped"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Began:
-    """How one choice began."""
-
-    prompt_tokens: int
-    reused: int
-    outcome: str
-    """See ``hybridkv.prefixes.plan.Outcome``."""
-
-    @classmethod
-    def of(cls, output: Output) -> "Began":
-        """What is known once there is a token."""
-        outcome = "cold" if output.plan is None else output.plan.outcome.value
-        return cls(prompt_tokens=output.prompt_tokens, reused=output.reused, outcome=outcome)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ended:
-    """How one choice ended."""
-
-    finish: Finish
-    reason: str = ""
-    last_text: str = ""
-    new_tokens: int = 0
-    exact: bool = True
-    replayed: int = 0
-    loaded: int = 0
-    seed: int = 0
-    queued_s: float = 0.0
-    engine_s: float = 0.0
-    """From submission to its last token."""
-    logits_digest: str | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Update:
-    """What is new of one choice."""
-
-    choice: int
-    pieces: tuple[Piece, ...] = ()
-    began: Began
-    ended: Ended | None = None
-
-
 class Ticket:
     """Some requests on their way, in the hands of one event loop."""
 
@@ -118,6 +78,11 @@ class Ticket:
         self._wake = asyncio.Event()
         self._left = choices
         self._error: Exception | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether all has ended and was given."""
+        return not self._left and not self._new
 
     async def news(self) -> list[Update]:
         """What is new since the last call, once there is something; empty when all has ended.
@@ -165,23 +130,37 @@ class _Running:
     def outputs(self) -> list[Output]:
         return [output for handle in self.handles for output in handle.outputs]
 
+    @property
+    def schemes(self) -> list[str | None]:
+        return [
+            handle.scheme if isinstance(handle, RolloutHandle) else None
+            for handle in self.handles
+            for _ in handle.tasks
+        ]
+
+
+_Arrived = tuple[Ticket, Sequence[Request]]
+
 
 class EngineThread:
-    """Runs one engine for any number of event loops."""
+    """Runs one engine, or those of a rollout, for any number of event loops."""
 
-    def __init__(self, make: Callable[[], Engine], *, slots: int, max_waiting: int) -> None:
+    def __init__(
+        self, make: Callable[[], Engine | RolloutSchemes], *, slots: int, max_waiting: int
+    ) -> None:
         """Starts nothing yet.
 
         Args:
-          make: builds the engine, warm-up included; called on the engine's thread.
-          slots: choices that the engine runs at once.
+          make: builds what runs, warm-up included; called on the engine's thread.
+          slots: choices that one engine runs at once.
           max_waiting: choices that may wait for a slot.
         """
         self._make, self._slots = make, slots
         self.places = slots + max_waiting
-        self.engine: Engine | None = None
+        self.backend: Backend | None = None
         self.state = State.STARTING
-        self._commands: queue.SimpleQueue[Callable[[Engine], None]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[Backend], None]] = queue.SimpleQueue()
+        self._arrived: dict[asyncio.AbstractEventLoop, list[_Arrived]] = {}
         self._running: dict[Ticket, _Running] = {}
         self._lock = threading.Lock()
         self._open: dict[Ticket, int] = {}
@@ -197,6 +176,11 @@ class EngineThread:
     def start(self) -> None:
         """Starts the thread."""
         self._thread.start()
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine that reuses prefixes, once there is one."""
+        return None if self.backend is None else self.backend.engine
 
     @property
     def open(self) -> int:
@@ -218,8 +202,26 @@ class EngineThread:
             if taken + choices > self.places:
                 raise serving_errors.busy(self._retry_after(taken + choices))
             self._open[ticket] = choices
-        self._commands.put(lambda engine: self._submit(engine, ticket, requests))
+            arrived = self._arrived.setdefault(ticket.loop, [])
+            arrived.append((ticket, requests))
+        if len(arrived) == 1:  # those that the loop is about to handle come along
+            ticket.loop.call_soon(self._hand_over, ticket.loop)
         return ticket
+
+    def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Gives the engine what has arrived together, so that no turn begins with the first alone.
+
+        The wait is for work that the loop has to do anyway, never for a client.
+        """
+        with self._lock:
+            arrived = self._arrived.pop(loop, [])
+
+        def submit(backend: Backend) -> None:
+            for ticket, requests in arrived:
+                self._submit(backend, ticket, requests)
+
+        if arrived:
+            self._commands.put(submit)
 
     def require_ready(self) -> None:
         """Refuses while nothing can be run.
@@ -241,15 +243,16 @@ class EngineThread:
         with self._lock:
             if ticket not in self._open:
                 return
-        self._commands.put(lambda engine: self._cancel(engine, ticket))
+        self._hand_over(ticket.loop)  # what is cancelled was submitted before
+        self._commands.put(lambda backend: self._cancel(backend, ticket))
 
     def call(self, what: Callable[[Engine], T]) -> "concurrent.futures.Future[T]":
         """Runs a function on the engine's thread, between two turns."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
-        def run(engine: Engine) -> None:
+        def run(backend: Backend) -> None:
             try:
-                future.set_result(what(engine))
+                future.set_result(what(backend.engine))
             except Exception as error:
                 future.set_exception(error)
 
@@ -277,7 +280,7 @@ class EngineThread:
         """
         self.stop_taking()
 
-        def end(engine: Engine) -> None:
+        def end(backend: Backend) -> None:
             self._close_s = timeout_s
 
         if self._thread.is_alive():
@@ -293,57 +296,55 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            engine = self._make()
+            backend = backend_of(self._make())
         except BaseException:
             LOG.exception("the engine could not be made")
             self._give_up()
             return
-        self.engine, busy = engine, False
+        self.backend, busy = backend, False
         with self._lock:
             self.state = State.STOPPING if self._stopping else State.READY
         while self._close_s is None and self.state is not State.FAILED:
-            self._obey(engine, busy)
+            self._obey(backend, busy)
             if self._close_s is None:
-                busy = self._turn(engine)
-        self._end(engine)
+                busy = self._turn(backend)
+        self._end(backend)
 
-    def _obey(self, engine: Engine, busy: bool) -> None:
+    def _obey(self, backend: Backend, busy: bool) -> None:
         """Runs commands: those that are there, and where there is nothing to do waits for one."""
         with contextlib.suppress(queue.Empty):
             if busy:
                 command = self._commands.get_nowait()
             else:
-                command = self._commands.get(timeout=self._patience(engine))
+                command = self._commands.get(timeout=self._patience(backend))
             while True:
-                command(engine)
+                command(backend)
                 command = self._commands.get_nowait()
 
-    def _patience(self, engine: Engine) -> float:
-        if engine.waiting:
+    def _patience(self, backend: Backend) -> float:
+        if backend.waiting:
             return STUCK_S
-        return IDLE_S if engine.runner.mover is None else IDLE_WITH_TIERS_S
+        return IDLE_WITH_TIERS_S if backend.has_tiers else IDLE_S
 
-    def _turn(self, engine: Engine) -> bool:
+    def _turn(self, backend: Backend) -> bool:
         try:
-            busy = engine.step()
+            busy = backend.step()
         except Exception:
             LOG.exception("a turn of the engine failed")
-            self._mend(engine)
+            self._mend(backend)
             return True
         self._failures = 0
         self._tell()
         return busy
 
-    def _submit(self, engine: Engine, ticket: Ticket, requests: Sequence[Request]) -> None:
+    def _submit(self, backend: Backend, ticket: Ticket, requests: Sequence[Request]) -> None:
         handles: list[Handle] = []
         try:
-            with engine.turn_lock:
-                for request in requests:
-                    handles.append(engine.submit(request))
+            for request in requests:
+                handles.append(backend.submit(request))
         except Exception as error:  # one request never ends the engine
-            with engine.turn_lock:
-                for handle in handles:
-                    engine.cancel(handle)
+            for handle in handles:
+                backend.cancel(handle)
             if isinstance(error, UserError):
                 refusal = serving_errors.invalid(str(error))
             else:
@@ -355,13 +356,12 @@ class EngineThread:
             handles=tuple(handles), began=time.monotonic(), given=[0] * ticket.choices
         )
 
-    def _cancel(self, engine: Engine, ticket: Ticket) -> None:
+    def _cancel(self, backend: Backend, ticket: Ticket) -> None:
         running = self._running.get(ticket)
         if running is None:
             return
-        with engine.turn_lock:
-            for handle in running.handles:
-                engine.cancel(handle)
+        for handle in running.handles:
+            backend.cancel(handle)
         self._tell()
 
     def _tell(self) -> None:
@@ -387,7 +387,7 @@ class EngineThread:
         with self._lock:
             self._open.pop(ticket, None)
 
-    def _mend(self, engine: Engine) -> None:
+    def _mend(self, backend: Backend) -> None:
         """After a turn that raised: ends what ran, forgets everything, goes on."""
         self._failures += 1
         for ticket in list(self._running):
@@ -395,17 +395,15 @@ class EngineThread:
         try:
             if self._failures >= MOST_FAILURES:
                 raise RuntimeError(f"{self._failures} turns in a row failed")
-            with engine.turn_lock:
-                engine.reset()
+            backend.reset()
         except Exception:
             LOG.exception("the engine is given up")
             self.state = State.FAILED
 
-    def _end(self, engine: Engine) -> None:
+    def _end(self, backend: Backend) -> None:
         failed = self.state is State.FAILED
         try:
-            with engine.turn_lock:
-                stored = engine.close(timeout_s=self._close_s or 0.0)
+            stored = backend.close(timeout_s=self._close_s or 0.0)
             if not stored:
                 LOG.warning("not everything could be stored in time")
         except Exception:
@@ -429,34 +427,19 @@ def _new(ticket: Ticket, running: _Running) -> list[Update]:
     if not ticket.every_piece and not all(output.finish for output in outputs):
         return []
     updates = []
-    for choice, (output, seed) in enumerate(zip(outputs, running.seeds, strict=True)):
+    told = zip(outputs, running.seeds, running.schemes, strict=True)
+    for choice, (output, seed, scheme) in enumerate(told):
         given = running.given[choice]
         if given < 0:
             continue
         pieces, ended = tuple(output.pieces[given:]), None
         running.given[choice] += len(pieces)
         if output.finish is not None:
-            ended, running.given[choice] = _ended(output, output.finish, seed), -1
+            ended, running.given[choice] = Ended.of(output, output.finish, seed), -1
         if pieces or ended is not None:
-            began = Began.of(output)
+            began = Began.of(output, scheme)
             updates.append(Update(choice=choice, pieces=pieces, began=began, ended=ended))
     return updates
-
-
-def _ended(output: Output, finish: Finish, seed: int) -> Ended:
-    return Ended(
-        finish=finish,
-        reason=output.reason,
-        last_text=output.last_text,
-        new_tokens=len(output.pieces),
-        exact=output.exact,
-        replayed=output.replayed,
-        loaded=output.loaded,
-        seed=seed,
-        queued_s=output.queued_s,
-        engine_s=output.last_token_s,
-        logits_digest=output.logits_digest,
-    )
 
 
 def _hand_out(news: Sequence[tuple[Ticket, list[Update]]]) -> None:

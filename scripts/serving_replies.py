@@ -3,8 +3,8 @@
 Beyond it every choice has a field ``hybridkv`` when it ends: ``outcome`` and ``reused_tokens``
 (what was done with stored prefixes), ``replayed_tokens``, ``loaded_tokens``, ``exact`` (whether its
 logits are bit for bit those of a cold run), ``seed``, ``logits_digest`` where the engine keeps
-digests, and the seconds that it waited for a slot and that the engine had it (``queued_s``,
-``engine_s``).
+digests, ``scheme`` (which serves it, in a rollout), and the seconds that it waited for a slot and
+that the engine had it (``queued_s``, ``engine_s``).
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import serving_errors
-from serving_engine import Began, Ended, Update
 from serving_errors import ApiError
+from serving_updates import Began, Ended, Update
 
 from hybridkv.engine.requests import Finish, Piece
 from models.text import UNFINISHED, ByteText, Text
@@ -168,6 +168,8 @@ class Reply:
             "exact": ended.exact,
             "seed": ended.seed,
         }
+        if began.scheme is not None:
+            fields["scheme"] = began.scheme
         if ended.logits_digest is not None:
             fields["logits_digest"] = ended.logits_digest
         return fields | {

@@ -291,7 +291,7 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 
 def _are_ids(values: list[Any]) -> bool:
-    return all(isinstance(x, int) and not isinstance(x, bool) for x in values)
+    return set(map(type, values)) <= {int}
 
 
 def _check_other(name: str, value: Any, refused: frozenset[str]) -> None:

@@ -6,7 +6,7 @@ fails later is an event ``{"error": ...}``, after which nothing follows.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
 from fastapi.responses import JSONResponse, Response
@@ -17,6 +17,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -86,21 +88,18 @@ async def stream(receive: Receive, ticket: Ticket, reply: Reply, *, usage: bool)
         raise
 
     async def events() -> AsyncIterator[bytes]:
-        new = first
-        for chunk in reply.opening(usage=usage):
-            yield _event(chunk)
+        """All events of a turn at once: one write to the socket."""
+        new, chunks = first, reply.opening(usage=usage)
         try:
-            while new:
-                for chunk in reply.chunks(new, usage=usage):
-                    yield _event(chunk)
-                new = await ticket.news()
+            while not ticket.ended:
+                yield _events([*chunks, *reply.chunks(new, usage=usage)])
+                chunks, new = [], await ticket.news()
                 reply.take(new)
         except ApiError as error:
-            yield _event(error.body())
+            yield _events([error.body()])
             return
-        if usage:
-            yield _event(reply.usage_chunk())
-        yield b"data: [DONE]\n\n"
+        chunks += reply.chunks(new, usage=usage)
+        yield _events([*chunks, reply.usage_chunk()] if usage else chunks) + DONE
 
     return EventResponse(ticket, events(), headers=reply.headers())
 
@@ -141,6 +140,5 @@ class EventResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _event(fields: Mapping[str, Any]) -> bytes:
-    text = json.dumps(fields, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return f"data: {text}\n\n".encode()
+def _events(chunks: Iterable[Mapping[str, Any]]) -> bytes:
+    return "".join(f"data: {_JSON.encode(chunk)}\n\n" for chunk in chunks).encode()

@@ -1,4 +1,4 @@
-"""The Grafana dashboard, made from the table of metrics: one panel a metric.
+"""The Grafana dashboard, made from the tables of metrics: one panel a metric.
 
     python -m hybridkv.observe.dashboard > docs/dashboards/hybridkv.json
 
@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from hybridkv.observe.metric import Metric, Type
+from hybridkv.observe.rollout_metrics import ROLLOUT_METRICS
 from hybridkv.observe.table import AGE, METRICS
 
 SCHEMA_VERSION = 39
@@ -100,7 +101,7 @@ AGE_METRIC = Metric(
 def dashboard() -> dict[str, Any]:
     """The dashboard as Grafana imports it: ``POST /api/dashboards/db`` or Dashboards > Import."""
     panels: list[dict[str, Any]] = []
-    y, every = 0, (*METRICS, AGE_METRIC)
+    y, every = 0, (*METRICS, AGE_METRIC, *ROLLOUT_METRICS)
     for name in dict.fromkeys(metric.row for metric in every):
         panels.append(_row(len(panels) + 1, y, name))
         y += 1

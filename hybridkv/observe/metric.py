@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from hybridkv.blocks.entries import Form, Tier
 from hybridkv.kinds import Kind
@@ -30,7 +31,8 @@ class Metric:
     type: Type
     help: str
     """What it counts; of a ratio, numerator / denominator."""
-    read: Callable[[Numbers], Iterable[Sample]]
+    read: Callable[[Any], Iterable[Sample]]
+    """From ``Numbers``; of a rollout's, from ``RolloutCounters``."""
     labels: Labels = ()
     row: str = ""
     """Of the dashboard."""

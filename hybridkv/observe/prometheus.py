@@ -9,12 +9,14 @@ the copying of numbers when somebody asked, which walks all entries.
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from wsgiref.simple_server import WSGIServer
 
 from hybridkv.engine.engine import Engine
 from hybridkv.observe.metric import Metric, Type
 from hybridkv.observe.numbers import Numbers, reader_of
+from hybridkv.observe.rollout_counters import RolloutCounters
+from hybridkv.observe.rollout_metrics import ROLLOUT_METRICS
 from hybridkv.observe.table import AGE, METRICS
 from hybridkv.tiers.durations import BOUNDS, Durations
 
@@ -100,18 +102,48 @@ def _add(family: "_Family", labels: list[str], value: float | Durations) -> None
     family.add_metric(labels, buckets, value.seconds)
 
 
-def exposition(engines: Engines, *, wait_s: float = 2.0) -> bytes:
+class RolloutCollector(registry.Collector):
+    """A rollout's own metrics, beside those of its engines."""
+
+    def __init__(self, told: Callable[[], RolloutCounters]) -> None:
+        """Reads nothing yet.
+
+        Args:
+          told: gives counters that nobody changes any more, such as ``RolloutSchemes.told``.
+        """
+        self._told = told
+
+    def collect(self) -> Iterator[core.Metric]:
+        """All of ``ROLLOUT_METRICS``, of one moment."""
+        counters = self._told()
+        for metric in ROLLOUT_METRICS:
+            family = _FAMILIES[metric.type](metric.name, metric.help, labels=list(metric.labels))
+            for labels, value in metric.read(counters):
+                _add(family, list(labels), value)
+            yield family
+
+    def describe(self) -> Iterable[core.Metric]:
+        """Nothing, so that registering reads nothing."""
+        return ()
+
+
+def exposition(
+    engines: Engines, *, wait_s: float = 2.0, rollout: RolloutCounters | None = None
+) -> bytes:
     """The metrics page, of ``CONTENT_TYPE``. From any thread, for an HTTP server's own handler.
 
     Args:
       engines: one, or several by name.
       wait_s: as in ``Collector``.
+      rollout: of the rollout that chooses among them, where one does; see ``RolloutCollector``.
 
     Raises:
       TimeoutError: the very first turn takes longer than that.
     """
     own = prometheus_client.CollectorRegistry(auto_describe=False)
     own.register(Collector(engines, wait_s=wait_s))
+    if rollout is not None:
+        own.register(RolloutCollector(lambda: rollout))
     return prometheus_client.generate_latest(own)
 
 

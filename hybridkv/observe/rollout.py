@@ -58,6 +58,8 @@ class RollbackCause(enum.Enum):
     """Reuse is slower from token to token than the safe path."""
     MISSES = "misses"
     """Too many tokens that were computed before could not be restored."""
+    FAULT = "fault"
+    """The engine of the reuse path, or of cold runs, raised where it should compute."""
     STATE_FILE = "state_file"
     """The state cannot be read: nothing says that reuse may be trusted."""
 

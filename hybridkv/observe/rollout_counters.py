@@ -21,6 +21,8 @@ class Dropped(enum.Enum):
     """The client gave up, or the request ended early by itself."""
     INEXACT = "inexact"
     """The output says itself that its bits are not those of a cold run."""
+    FAULT = "fault"
+    """The engine that should have run it beside raised."""
     STAGE = "stage"
     """The stage changed meanwhile."""
 
@@ -36,6 +38,8 @@ class RolloutCounters:
     """Where the rollout stands now; replaced, never changed."""
     served: dict[str, int] = dataclasses.field(default_factory=dict)
     """Requests by the scheme that began to serve them."""
+    faults: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Times that an engine raised, by scheme: in a turn, or when it was given a shadow run."""
     restarted: int = 0
     """Requests that a rollback moved to the safe path before they had ended."""
     eligible: int = 0
@@ -59,6 +63,16 @@ class RolloutCounters:
     """Turns that engines which serve nothing got between those."""
     unwritten: int = 0
     """Times that a rollback could not be written to the state file."""
+
+    def copy(self) -> "RolloutCounters":
+        """As it is now, for another thread."""
+        return dataclasses.replace(
+            self,
+            served=dict(self.served),
+            faults=dict(self.faults),
+            dropped=dict(self.dropped),
+            rollbacks=dict(self.rollbacks),
+        )
 
     @property
     def coverage(self) -> float:

@@ -29,12 +29,14 @@ class Diverged(RuntimeError):  # noqa: N818 - reads as what happened
 class RolloutHandle(Handle):
     """A request on its way, on whichever engine. Ask it for its outputs anew after each turn."""
 
+    scheme = ""
+    """Which serves it now."""
     restarted = False
     """A rollback made it start over: its outputs are new ones."""
 
-    def move(self, tasks: tuple[Task, ...]) -> None:
+    def move(self, tasks: tuple[Task, ...], scheme: str) -> None:
         """Goes on with other tasks; only its schemes call this."""
-        self.tasks, self.restarted = tasks, True
+        self.tasks, self.scheme, self.restarted = tasks, scheme, True
 
     def pieces(self, sample: int = 0) -> Iterator[Piece]:
         """Pieces of one output as they come; runs the engines while there is none.

@@ -19,7 +19,13 @@ The bound on what shadow runs cost those that are served:
   slot or for blocks.
 Give ``cold`` an engine of its own, beside ``safe``, where the second is too much.
 
-One thread calls this, as an engine.
+An engine that raises while nobody waits for it (it shadows, or does idle work) is contained: its
+shadow runs are dropped, it is emptied, and the fault is counted and judged; served requests go on.
+One that raises ``MOST_FAULTS`` times in a row is left alone from then on. Where it serves, the
+fault is counted and judged as well, and raised: who steps it ends what it served.
+
+One thread calls this, as an engine. Whatever changes an engine is done under its ``turn_lock``, so
+that another thread may look at its books in between.
 """
 
 import collections
@@ -40,6 +46,7 @@ from hybridkv.engine.task import Task, Text
 from hybridkv.errors import UserError
 from hybridkv.observe.rollout import ORDER, RollbackCause, RolloutStage, RolloutState
 from hybridkv.observe.rollout_counters import Dropped, RolloutCounters
+from hybridkv.observe.rollout_engines import RolloutEngines
 from hybridkv.observe.rollout_file import Rollout
 from hybridkv.observe.rollout_handle import RolloutHandle, UnderWay
 from hybridkv.observe.shadow import Mismatch, ShadowOptions, Verdict, compare, require_comparable
@@ -136,6 +143,9 @@ class RolloutSchemes(Schemes):
         self.rollout, self.options = rollout, options
         self.reuse, self.cold, self.safe = reuse, cold, safe
         self.counters = RolloutCounters(state=rollout.state, served=dict.fromkeys(self.engines, 0))
+        self._runs = RolloutEngines(self.engines, self.counters, self._note_fault)
+        self.told = self.counters.copy()
+        """The counters as they were after the last turn, for other threads."""
         self.mismatches: collections.deque[Mismatch] = collections.deque(maxlen=KEPT)
         """The last ones, the oldest first."""
         self.judge = Judge(options.thresholds)
@@ -147,8 +157,11 @@ class RolloutSchemes(Schemes):
 
     @property
     def stage(self) -> RolloutStage:
-        """That of the rollout; OFF while the reuse path has yet to forget what it stored."""
-        return RolloutStage.OFF if self._forget else self._state.stage
+        """That of the rollout; OFF while the reuse path has yet to forget what it stored, and once
+        its engine is left alone.
+        """
+        off = self._forget or self._runs.left_alone(self.reuse)
+        return RolloutStage.OFF if off else self._state.stage
 
     @property
     def waiting(self) -> int:
@@ -175,12 +188,12 @@ class RolloutSchemes(Schemes):
         request = dataclasses.replace(request, prompt=prompt_ids(request.prompt))
         scheme = self._scheme_of(request)
         try:
-            inner = self.engines[scheme].submit(request, driver=self.step)
+            inner = self._runs.submit(scheme, request, self.step)
         except UserError:
             if scheme == self.safe:
                 raise
             scheme = self.safe  # which may have more room
-            inner = self.engines[scheme].submit(request, driver=self.step)
+            inner = self._runs.submit(scheme, request, self.step)
         served = _Served(
             request=request,
             tokens=inner.tasks[0].prompt,
@@ -190,6 +203,7 @@ class RolloutSchemes(Schemes):
             began=self._clock(),
             marks=[(0, 0.0)] * request.samples,
         )
+        served.handle.scheme = scheme
         self._served.append(served)
         self.counters.served[scheme] += 1
         if self.stage is RolloutStage.SHADOW or (self.stage in SERVES and scheme == self.reuse):
@@ -212,10 +226,24 @@ class RolloutSchemes(Schemes):
         """Ends a request, and its shadow runs with it; False where it had ended before."""
         for served in self._served:
             if served.handle is handle:
-                ended = self.engines[served.scheme].cancel(served.inner)
+                ended = self._runs.cancel(served.scheme, served.inner)
                 self._watch()
                 return ended
         return False
+
+    def reset(self) -> None:
+        """Cancels everything and forgets every prefix; the stage stays."""
+        self.counters.dropped[Dropped.CANCELLED] += len(self._pairs)
+        self.counters.running -= len(self._pairs)
+        self._pairs.clear()
+        self._served.clear()
+        for name in self.engines:
+            self._runs.empty(name)
+        self._forget = False
+
+    def close(self, *, timeout_s: float = 30.0) -> bool:
+        """Ends every engine; whether all that was published is stored. See ``Engine.close``."""
+        return self._runs.close(timeout_s=timeout_s)
 
     # Running twice.
 
@@ -229,6 +257,9 @@ class RolloutSchemes(Schemes):
             self._drop(Dropped.BUSY)
             return
         others = {self.reuse, self.cold} - {served.scheme}
+        if any(self._runs.left_alone(name) for name in others):
+            self._drop(Dropped.FAULT)
+            return
         if not all(self._has_room(name, served.request.samples) for name in others):
             self._drop(Dropped.ROOM)
             return
@@ -236,11 +267,15 @@ class RolloutSchemes(Schemes):
         try:
             for name in sorted(others):
                 request = self._shadow_of(served.request, name)
-                shadows[name] = self.engines[name].submit(request, driver=self.step)
-        except UserError:  # too large for it, or it has no tokenizer for a stop string
-            for name, handle in shadows.items():
-                self.engines[name].cancel(handle)
-            self._drop(Dropped.REFUSED)
+                shadows[name] = self._runs.submit(name, request, self.step)
+        except Exception as error:
+            for given, handle in shadows.items():
+                self._runs.cancel(given, handle)
+            # Too large for it, or it has no tokenizer for a stop string; anything else is a fault.
+            refused = isinstance(error, UserError)
+            self._drop(Dropped.REFUSED if refused else Dropped.FAULT)
+            if not refused:
+                self._runs.note(name, error)
             return
         runs = {served.scheme: served.inner, **shadows}
         self._pairs.append(_Pair(served=served, runs=runs, shadows=shadows))
@@ -289,7 +324,7 @@ class RolloutSchemes(Schemes):
     def _end_pair(self, pair: _Pair, why: Dropped | None = None) -> None:
         """Ends what nobody waits for."""
         for name, handle in pair.shadows.items():
-            self.engines[name].cancel(handle)
+            self._runs.cancel(name, handle)
         self._pairs.remove(pair)
         self.counters.running -= 1
         if why is not None:
@@ -305,16 +340,31 @@ class RolloutSchemes(Schemes):
         self._look()
         self._give_way()
         serving = {served.scheme for served in self._served}
-        busy = any([self.engines[name].step() for name in self.engines if name in serving])
+        busy = any([self._runs.turn(name) for name in self.engines if name in serving])
         counters, every = self.counters, self.options.shadow.every
         counters.served_turns += busy
         if not busy or (every and counters.served_turns % every == 0):
             others = [name for name in self.engines if name not in serving]
-            worked = any([self.engines[name].step() for name in others])
+            worked = any([self._turn_beside(name) for name in others])
             counters.shadow_turns += busy and worked
             busy = busy or worked
         self._watch()
+        self.told = self.counters.copy()
         return busy
+
+    def _turn_beside(self, name: str) -> bool:
+        """Of an engine that nobody waits for: what it raises ends its shadow runs alone."""
+        busy = self._runs.turn_beside(name)
+        if busy is None:
+            for pair in [pair for pair in self._pairs if name in pair.shadows]:
+                self._end_pair(pair, Dropped.FAULT)
+        return bool(busy)
+
+    def _note_fault(self, name: str, error: Exception) -> None:
+        if name == self.reuse:
+            self.judge.note_fault(Side.REUSE, type(error).__name__)
+        elif name == self.cold:
+            self.judge.note_fault(Side.SAFE, type(error).__name__)
 
     def drain(self) -> None:
         """Runs until all requests and all shadow runs have ended."""
@@ -340,7 +390,7 @@ class RolloutSchemes(Schemes):
                     self._note_plans(served.inner)
         for pair in tuple(self._pairs):
             self._watch_pair(pair)
-        verdict = self.judge.verdict() if self.stage is not RolloutStage.OFF else None
+        verdict = self.judge.verdict() if self._state.stage is not RolloutStage.OFF else None
         if verdict is not None:
             cause, reason = verdict
             if cause is RollbackCause.MISMATCH:
@@ -348,7 +398,7 @@ class RolloutSchemes(Schemes):
             self.rollout.roll_back(cause, reason)
             self._moved(self._state, self.rollout.state)
         if self._forget and not self.engines[self.reuse].waiting:
-            self.engines[self.reuse].reset()
+            self._runs.empty(self.reuse)
             self._forget = False
 
     def _note_times(self, served: _Served) -> None:
@@ -435,12 +485,12 @@ class RolloutSchemes(Schemes):
                 return  # its engine is about to end it
             request = dataclasses.replace(request, timeout_s=left)
         try:
-            new = self.engines[self.safe].submit(request, driver=self.step)
+            new = self._runs.submit(self.safe, request, self.step)
         except UserError as error:
             _LOG.warning("a request ends where it is, the safe path does not take it: %s", error)
             return
-        self.engines[served.scheme].cancel(served.inner)
+        self._runs.cancel(served.scheme, served.inner)
         served.inner, served.scheme = new, self.safe
         served.marks = [(0, 0.0)] * request.samples
-        served.handle.move(new.tasks)
+        served.handle.move(new.tasks, self.safe)
         self.counters.restarted += 1

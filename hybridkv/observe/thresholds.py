@@ -1,6 +1,7 @@
 """When a rollout goes back by itself: thresholds over windows of what was just seen.
 
     shadow runs --equal?--------------> mismatches in the last ``window`` comparisons
+    engines     --raised?-------------> faults since the last change of stage
     served requests --seconds---------> p99 of reuse against p99 of the safe path
     plans of the reuse path --losses--> lost tokens of a cause / ideal tokens
 
@@ -51,6 +52,12 @@ class Thresholds:
     """Values that each window remembers: 8 bytes each for seconds, 72 for misses."""
     mismatches: int = 1
     """So many unequal comparisons in the window roll back."""
+    faults: int | None = 1
+    """So many times that the reuse path's engine raised, since the last change of stage, roll back.
+    No comparison says that its bits are wrong, and none says that they are right."""
+    cold_faults: int | None = None
+    """The same of the engine of cold runs. Off by default: its fault says nothing of reuse, and
+    where it is the safe path too, a rollback would send all requests to the engine that raised."""
     first_token_factor: float | None = 2.0
     """p99 of seconds to the first token, of reuse over the safe path."""
     between_tokens_factor: float | None = 1.5
@@ -78,6 +85,10 @@ class Thresholds:
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise UserError(f"{name} is {getattr(self, name)}: give at least {bound}")
+        for name in ("faults", "cold_faults"):
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                raise UserError(f"{name} is {count}: give at least 1, or None")
         for name in ("least_seconds", "least_prompts", "mismatches"):
             if getattr(self, name) > self.window:
                 raise UserError(f"{name} is more than the window of {self.window} holds")
@@ -127,6 +138,7 @@ class Judge:
         self.thresholds, size = thresholds, thresholds.window
         self._compared = RecentSums(size, 1)
         self._misses = RecentSums(size, 1 + len(Cause))
+        self._faults, self._last_fault = dict.fromkeys(Side, 0), ""
 
         def windows() -> dict[Side, RecentValues]:
             return {side: RecentValues(size) for side in Side}
@@ -167,18 +179,36 @@ class Judge:
         """A shadow run and a cold run ended."""
         self._compared.note((int(not equal),))
 
+    def note_fault(self, side: Side, why: str) -> None:
+        """An engine raised: that of the reuse path, or of cold runs."""
+        self._faults[side] += 1
+        self._last_fault = why
+
     def verdict(self) -> tuple[RollbackCause, str] | None:
         """The threshold that is passed now and why, or None."""
         mismatches, limit = int(self._compared.sums[0]), self.thresholds.mismatches
         if mismatches >= limit:
             said = f"{mismatches} of the last {len(self._compared)} comparisons are unequal"
             return RollbackCause.MISMATCH, said
+        why = self._too_many_faults()
+        if why is not None:
+            return RollbackCause.FAULT, why
         for seconds in (self._first, self._between):
             why = seconds.verdict(self.thresholds)
             if why is not None:
                 return seconds.cause, why
         why = self._too_many_misses()
         return (RollbackCause.MISSES, why) if why is not None else None
+
+    def _too_many_faults(self) -> str | None:
+        limits = (
+            (Side.REUSE, self.thresholds.faults, "the engine of the reuse path"),
+            (Side.SAFE, self.thresholds.cold_faults, "the engine of cold runs"),
+        )
+        for side, most, which in limits:
+            if most is not None and self._faults[side] >= most:
+                return f"{which} raised {self._faults[side]} times, {self._last_fault} the last"
+        return None
 
     def _too_many_misses(self) -> str | None:
         if len(self._misses) < self.thresholds.least_prompts:
@@ -208,6 +238,7 @@ class Judge:
 
     def clear(self) -> None:
         """After a change of stage: only what the safe path takes is remembered."""
+        self._faults = dict.fromkeys(Side, 0)
         self._compared.clear()
         self._misses.clear()
         for each in (self._first, self._between):

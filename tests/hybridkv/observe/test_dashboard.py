@@ -11,8 +11,11 @@ from grafana_foundation_sdk.models import dashboard as grafana
 
 from hybridkv.observe import dashboard
 from hybridkv.observe.metric import Type
-from hybridkv.observe.table import AGE, METRICS
+from hybridkv.observe.rollout_metrics import ROLLOUT_METRICS
+from hybridkv.observe.table import AGE
+from hybridkv.observe.table import METRICS as ENGINE_METRICS
 
+METRICS = (*ENGINE_METRICS, *ROLLOUT_METRICS)
 SERIES = {AGE} | {
     name
     for metric in METRICS
