@@ -183,7 +183,7 @@ def measure(folder: pathlib.Path = FOLDER) -> dict[str, Any]:
         "bar": {"gb_per_million": BAR_GB, "restore_ratio": BAR_RATIO},
         "full_gb_per_million_by_tile": dense,
         "traces": {
-            name: measure_trace(read_trace(folder / f"{file}.jsonl.xz"))
+            name: measure_trace(read_trace(folder / f"{file}.jsonl.gz"))
             for name, file in TRACES.items()
         },
     }

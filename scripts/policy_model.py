@@ -11,9 +11,10 @@ blocks form a tree by themselves. One owner, one thread.
 import collections
 import dataclasses
 import functools
+import gzip
 import json
-import lzma
 import pathlib
+import zlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -91,15 +92,15 @@ class World:
 
 
 def read_trace(path: pathlib.Path) -> list[Prompt]:
-    """The prompts of a trace in order of arrival, from JSON lines, compressed with xz or not.
+    """The prompts of a trace in order of arrival, from JSON lines, compressed with gzip or not.
 
     Raises:
       TraceError: the file cannot be read, or a line of it is no request of this format.
     """
     try:
-        with lzma.open(path, "rt") if path.suffix == ".xz" else path.open() as lines:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
             prompts = [_prompt(line, f"{path}, line {n}") for n, line in enumerate(lines, 1)]
-    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise TraceError(f"cannot read the trace {path}: {error}") from error
     if not any(len(prompt.blocks) for prompt in prompts):
         raise TraceError(f"{path} has no prompt of {BLOCK} tokens: nothing can be reused")

@@ -64,7 +64,7 @@ sequence, their tokens (read-only), their entries. The callback changes nothing 
 
 _FIRST = np.array([NONE], np.int32)
 """The parent of a first block."""
-_NOTHING = Match(
+NOTHING = Match(
     entries=np.empty(0, np.int32), generations=np.empty(0, np.uint32), collisions=0, blame=None
 )
 
@@ -135,7 +135,7 @@ class Directory:
             hash_block=self._hash_block,
             seed=self._seed,
         )
-        self._found[chain] = _NOTHING
+        self._found[chain] = NOTHING
         return chain
 
     def register(self, chain: TokenChain, namespace: str = "") -> None:
@@ -148,7 +148,7 @@ class Directory:
         """
         if chain.root != self.identity.root(namespace) or chain.block_tokens != self.block_tokens:
             raise ValueError(f"the chain is not of namespace {namespace!r} of this directory")
-        self._found[chain] = _NOTHING
+        self._found[chain] = NOTHING
 
     # Looking up.
 
@@ -400,7 +400,7 @@ class Directory:
         self._forget(ids, cause)
         # An entry that is still leased may be published again in the same generation.
         for chain in list(self._found):
-            self._found[chain] = _NOTHING
+            self._found[chain] = NOTHING
 
     def _evicted(self, entries: Int32[np.ndarray, " n"], tier: Tier, cause: str) -> None:
         del tier  # only entries that are lost on every tier are announced
@@ -422,7 +422,8 @@ class Directory:
         columns.position[ids] = np.arange(first + 1, end + 1) * self.block_tokens
         entered = self._table.insert(ids)
         run = _leading(entered)
-        self._table.remove(ids[run:][entered[run:]])
+        if run < ids.size:
+            self._table.remove(ids[run:][entered[run:]])
         return run
 
     def _require_whole(

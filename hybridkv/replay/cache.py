@@ -21,7 +21,6 @@ from collections.abc import Mapping
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
-from hybridkv.blocks.allocator import Allocator
 from hybridkv.blocks.entries import NONE, Form, Tier, kind_bits
 from hybridkv.blocks.eviction import EvictionPolicy
 from hybridkv.blocks.leases import Receipt
@@ -37,6 +36,8 @@ from hybridkv.prefixes.policy import SnapshotPolicy
 from hybridkv.replay.chains import BlockChain, BlockHashes
 from hybridkv.replay.schemes import Scheme
 from hybridkv.replay.trace import BLOCK, Trace
+from hybridkv.replay.trusted import CheckedAllocator, TrustedAllocator, TrustedDirectory
+from hybridkv.replay.uses import Uses
 
 AHEAD = 16
 """A tier that only holds copies is cleared by this part of it at a time."""
@@ -57,8 +58,10 @@ class CacheOptions:
     """Tokens of a tile: resume positions are its multiples. A multiple of ``BLOCK``."""
     replay: bool = True
     """Whether a lost state may be recomputed."""
+    checked: bool = False
+    """Whether every call checks what it is handed: several times slower, with the same numbers."""
     debug: bool = False
-    """Walk all bookkeeping after every event."""
+    """Walk all bookkeeping after every event; checked too."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,10 +101,11 @@ class Cache:
         self.scheme, self.options, self.trace = scheme, options, trace
         self._now = 0.0
         kinds = (*block_kinds(scheme.geometry), *snapshot_kinds(scheme.geometry))
-        self.allocator = Allocator(
+        checked = options.checked or options.debug
+        self.allocator = (CheckedAllocator if checked else TrustedAllocator)(
             options.pools, policy=options.eviction, clock=lambda: self._now, debug=options.debug
         )
-        self.directory = Directory(
+        self.directory = (Directory if checked else TrustedDirectory)(
             self.allocator,
             Identity.of_geometry(scheme.geometry, weights="", numerics=""),
             block_tokens=BLOCK,
@@ -119,8 +123,13 @@ class Cache:
             cost=options.cost,
             replay=options.replay,
         )
-        self._block_kinds = kind_bits(block_kinds(scheme.geometry))
-        self._snapshot_kinds = kind_bits(snapshot_kinds(scheme.geometry))
+        self._kinds = {
+            Form.BLOCK: kind_bits(block_kinds(scheme.geometry)),
+            Form.SNAPSHOT: kind_bits(snapshot_kinds(scheme.geometry)),
+        }
+        self._has_states = scheme.has_snapshots
+        self._clock = trace.arrival + np.arange(len(trace)) * STEP
+        self._uses = Uses(self.allocator, self._clock)
         self._computed = np.zeros(trace.distinct, bool)
         """By block: whether it was ever."""
         self._next = np.full(trace.distinct, NONE, np.int32)
@@ -139,12 +148,12 @@ class Cache:
     def plan(self, request: int) -> tuple[BlockChain, Plan | Miss]:
         """What the next request finds. Changes nothing."""
         tokens = int(self.trace.prompt[request])
-        self._now = float(self.trace.arrival[request]) + request * STEP
+        self._now = float(self._clock[request])
         blocks = self.trace.of(request)
         chain = BlockChain(self._hashes, blocks, tokens=tokens, block=BLOCK)
         self.directory.register(chain)
         plan = plan_prefix(
-            self.directory, chain, self.scheme.geometry, self._plan, ideal=self.ideal(request)
+            self.directory, chain, self.scheme.planned, self._plan, ideal=self.ideal(request)
         )
         return chain, plan
 
@@ -153,23 +162,19 @@ class Cache:
         tile = self.options.tile // BLOCK
         last = (chain.length - 1) // self.options.tile * tile
         ends = self.directory.last_match(chain).entries[:last][tile - 1 :: tile]
-        if not self._snapshot_kinds:
+        if not self._has_states:
             return len(ends) * self.options.tile
         held = np.flatnonzero(self.directory.snapshot_at(ends) != NONE)
         return int(held[-1] + 1) * self.options.tile if held.size else 0
 
     def depth(self, plan: Plan) -> dict[Form, int]:
         """See ``CacheResult.depth``."""
-        columns = self.allocator.entries
-        oldest = {Form.BLOCK: columns.used[plan.entries].min(initial=np.inf)}
+        if self.options.debug:
+            self._uses.check()
+        found = {Form.BLOCK: self._uses.since(Form.BLOCK, plan.entries)}
         if plan.snapshot >= 0:
-            oldest[Form.SNAPSHOT] = columns.used[plan.snapshot]
-        recent = columns.published & (columns.used >= min(oldest.values()))
-        ids = np.flatnonzero(recent)
-        forms, used = columns.form[ids], columns.used[ids]
-        return {
-            form: int(((forms == form) & (used >= since)).sum()) for form, since in oldest.items()
-        }
+            found[Form.SNAPSHOT] = self._uses.since(Form.SNAPSHOT, np.array([plan.snapshot]))
+        return found
 
     def serve(
         self, request: int, chain: BlockChain, plan: Plan | Miss
@@ -185,19 +190,19 @@ class Cache:
         if isinstance(plan, Plan):
             held, sources = self._claim(plan)
         shared = len(plan.entries) if isinstance(plan, Plan) else 0
-        own = self._new(Form.BLOCK, len(blocks) - shared, self._block_kinds)
+        own = self._new(Form.BLOCK, len(blocks) - shared)
         states = self._make_snapshots(plan, tokens)
         chain.complete()
         run = self._publish(chain, plan, own, states)
         self._computed[blocks] = True
         if self._below:
             self._copy_down(run)
+        mine = [own] if states is None else [own, states[1]]
         if held is not None:
             allocator.touch(held.entries)
-            allocator.release(held)
-        allocator.release(own)
-        if states is not None:
-            allocator.release(states[1])
+        for receipt in mine if held is None else [held, *mine]:
+            self._uses.note(receipt.entries, request)
+            allocator.release(receipt)
         if self.options.policy.thin:
             self._note_forks(blocks[: tokens // BLOCK])
             self._thin(run, blocks, tokens)
@@ -219,40 +224,20 @@ class Cache:
 
     def _fill(self, entries: Int32[np.ndarray, " n"], tier: Tier) -> None:
         """Copies entries that are whole somewhere to a tier that can make room for all."""
-        allocator, columns = self.allocator, self.allocator.entries
-        snapshots = int((columns.form[entries] == Form.SNAPSHOT).sum())
-        self._make_room(Form.BLOCK, len(entries) - snapshots, tier)
-        self._make_room(Form.SNAPSHOT, snapshots, tier)
-        reservation = allocator.reserve(
-            blocks=len(entries) - snapshots, snapshots=snapshots, tier=tier
-        )
-        receipt = allocator.fill(reservation, entries)
-        allocator.cancel(reservation)
-        for form, kinds in ((Form.BLOCK, self._block_kinds), (Form.SNAPSHOT, self._snapshot_kinds)):
-            of_form = entries[columns.form[entries] == form]
-            if len(of_form):
-                allocator.commit(of_form, kinds, tier)
-        allocator.release(receipt)
+        is_snapshot = self.allocator.entries.form[entries] == Form.SNAPSHOT
+        blocks, snapshots = entries[~is_snapshot], entries[is_snapshot]
+        self._make_room(Form.BLOCK, len(blocks), tier)
+        self._make_room(Form.SNAPSHOT, len(snapshots), tier)
+        self.allocator.copy(blocks, snapshots, tier, self._kinds)
 
-    def _new(self, form: Form, count: int, kinds: int) -> Receipt:
+    def _new(self, form: Form, count: int) -> Receipt:
         """New whole entries on the device: as many as are asked for, or as can be."""
-        allocator = self.allocator
-        counts = {Form.BLOCK: 0, Form.SNAPSHOT: 0}
-        counts[form] = count
         self._make_room(form, count, Tier.DEVICE)
         try:
-            reservation = allocator.reserve(
-                blocks=counts[Form.BLOCK], snapshots=counts[Form.SNAPSHOT]
-            )
+            return self.allocator.make(form, count, self._kinds[form])
         except (NoRoom, NeverFits):
-            counts[form] = count = min(count, self._room(form, Tier.DEVICE))
-            reservation = allocator.reserve(
-                blocks=counts[Form.BLOCK], snapshots=counts[Form.SNAPSHOT]
-            )
-        receipt = allocator.take(reservation, form, count)
-        allocator.cancel(reservation)
-        allocator.commit(receipt.entries, kinds)
-        return receipt
+            count = min(count, self._room(form, Tier.DEVICE))
+            return self.allocator.make(form, count, self._kinds[form])
 
     def _make_room(self, form: Form, count: int, tier: Tier) -> None:
         """Pushes copies out of a tier above the last by the dozen: each time all are looked at."""
@@ -274,7 +259,7 @@ class Cache:
         self, plan: Plan | Miss, tokens: int
     ) -> tuple[tuple[int, ...], Receipt] | None:
         """The positions at which this prompt's computation leaves a state, and their entries."""
-        if not self._snapshot_kinds:
+        if not self._has_states:
             return None
         start = exact_from = shared = 0
         if isinstance(plan, Plan):
@@ -289,7 +274,7 @@ class Cache:
         if not positions:
             return None
         # As in an engine, which reaches the first position first; it then finds no room for others.
-        receipt = self._new(Form.SNAPSHOT, len(positions), self._snapshot_kinds)
+        receipt = self._new(Form.SNAPSHOT, len(positions))
         count = len(receipt.entries)
         self.written += count
         self.not_written += len(positions) - count
@@ -320,22 +305,20 @@ class Cache:
         held = allocator.lease(both)
         for tier in self._below:
             absent = both[columns.state[tier, both] == TierState.ABSENT]
-            parts = []
-            for form in Form:
-                wanted = absent[columns.form[absent] == form]
-                room = allocator.available(form, tier)
-                if len(wanted) > room:
-                    self._make_room(form, len(wanted), tier)
-                    room = allocator.available(form, tier)
-                if len(wanted) > room:
-                    room = self._room(form, tier)
-                # Of a prompt that is larger than the tier, its first blocks and last states.
-                keep = wanted[:room] if form == Form.BLOCK else wanted[max(len(wanted) - room, 0) :]
-                parts.append(keep)
-            going = np.concatenate(parts)
-            if len(going):
-                self._fill(going, tier)
+            if not len(absent):
+                continue
+            try:
+                self._fill(absent, tier)
+            except (NoRoom, NeverFits):
+                self._fill(self._what_fits(absent, tier), tier)
         allocator.release(held)
+
+    def _what_fits(self, entries: Int32[np.ndarray, " n"], tier: Tier) -> Int32[np.ndarray, " fit"]:
+        """Of a prompt that is larger than a tier can take, its first blocks and last states."""
+        is_snapshot = self.allocator.entries.form[entries] == Form.SNAPSHOT
+        blocks, snapshots = entries[~is_snapshot], entries[is_snapshot]
+        left = len(snapshots) - self._room(Form.SNAPSHOT, tier)
+        return np.concatenate([blocks[: self._room(Form.BLOCK, tier)], snapshots[max(left, 0) :]])
 
     def _note_forks(self, blocks: Int32[np.ndarray, " n"]) -> None:
         """Where whole blocks of different prompts follow the same one. What an answer fills is no
@@ -357,6 +340,7 @@ class Cache:
         gone = self.options.policy.superseded(positions, tokens=tokens, tile=self.options.tile)
         going = np.isin(positions, gone)
         if going.any():
+            self._uses.forget(spare[going])
             directory.withdraw(spare[going], Cause.POLICY.value)
 
 

@@ -13,15 +13,41 @@ is taken to be free, which flatters it.
 import dataclasses
 import functools
 
+import numpy as np
+from jaxtyping import Float64, Int32
+
 from hybridkv.arithmetic import cdiv
-from hybridkv.blocks.entries import Tier
+from hybridkv.blocks.entries import Entries, Tier
 from hybridkv.blocks.eviction import EvictionPolicy, LeastRecentlyUsed, SecondsPerByte
+from hybridkv.blocks.transitions import TierState
 from hybridkv.errors import UserError
 from hybridkv.prefixes.cost import CostModel
 from hybridkv.replay.catalog import HardwareData, ModelData
 from hybridkv.replay.schemes import Scheme, SchemeName, state_bytes
 
 SLOWER = (Tier.HOST, Tier.DISK)
+_PRESENT = TierState.PRESENT
+
+
+class _BlocksOnly(SecondsPerByte):
+    """The same values where there are no snapshots and nobody counts picks, in fewer steps."""
+
+    def value(
+        self, entries: Entries, ids: Int32[np.ndarray, " n"], now: float
+    ) -> Float64[np.ndarray, " n"]:
+        """See ``SecondsPerByte.value``."""
+        del now
+        each: float | np.ndarray = self.block_seconds / self.block_bytes
+        slower = [entries.state[tier].take(ids) == _PRESENT for tier in SLOWER if tier > self.tier]
+        if slower:
+            each = np.where(np.logical_or.reduce(slower), self.copied_share * each, each)
+        uses = entries.hits.take(ids).astype(np.float64)
+        return entries.floor.take(ids) + (1.0 + np.log2(1.0 + uses)) * each
+
+
+def value_policy(scheme: Scheme) -> type[SecondsPerByte]:
+    """What values entries of a scheme."""
+    return SecondsPerByte if scheme.has_snapshots else _BlocksOnly
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,10 +198,11 @@ class Server:
         blocks = self.scheme.geometry.block_tokens / self.tile * self.tile_first
         replay = cdiv(self.scheme.geometry.longest_replay_tokens, self.tile) * self.tile_first
         policies: dict[Tier, EvictionPolicy] = {}
+        kind = value_policy(self.scheme)
         for tier in Tier:
             slower = [t for t in SLOWER if t > tier]
             load = max((self.cost.copy(t, self.scheme.block_bytes) for t in slower), default=0.0)
-            policies[tier] = SecondsPerByte(
+            policies[tier] = kind(
                 block_seconds=blocks,
                 block_bytes=self.scheme.block_bytes,
                 snapshot_seconds=replay,

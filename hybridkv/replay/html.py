@@ -12,14 +12,33 @@ from typing import Any
 from hybridkv.errors import UserError
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em;
-       color: #1c2733; }
+:root { color-scheme: light dark; --ink: #1c2733; --soft: #5b6773; --paper: #ffffff;
+        --line: #d7dde3; --advice: #eef5ee; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e4e9ee; --soft: #a3afba; --paper: #161b21; --line: #3a444e; --advice: #1d2b20; }
+}
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em;
+       color: var(--ink); background: var(--paper); }
+h1 { overflow-wrap: anywhere; }
+.wide { overflow-x: auto; }
 table { border-collapse: collapse; margin: 1em 0; }
-th, td { padding: .25em .8em; border-bottom: 1px solid #d7dde3; text-align: right; }
-th:first-child, td:first-child { text-align: left; }
-.advice { background: #eef5ee; border-left: 4px solid #3c8d40; padding: .6em 1em; }
-small { color: #5b6773; }
+th, td { padding: .25em .6em; border-bottom: 1px solid var(--line); text-align: right;
+         white-space: nowrap; vertical-align: top; }
+th { white-space: normal; vertical-align: bottom; }
+th:first-child, td:first-child, td.text, th.text { text-align: left; }
+td.text { white-space: normal; }
+.advice { background: var(--advice); border-left: 4px solid #3c8d40; padding: .6em 1em; }
+.note { color: var(--soft); }
+.js-plotly-plot text { fill: var(--ink) !important; }
+.js-plotly-plot .gridlayer path, .js-plotly-plot .zerolinelayer path {
+  stroke: var(--line) !important; }
 """
+COLOURS = {"hybrid": "#0072b2", "homogeneous": "#d55e00", "generic": "#009e73"}
+"""By scheme, told apart by the colour-blind too, on white and on black."""
+OTHERS = ("#cc79a7", "#e69f00", "#56b4e9", "#8a8f98")
+"""Of more policies of one scheme, and of causes."""
+DASHES = {"device": "solid", "host": "dash", "disk": "dot"}
+QUANTILES = ("p50", "p95", "p99")
 _GB = 1e9
 
 
@@ -37,21 +56,26 @@ def write_report(path: str | pathlib.Path, report: Mapping[str, Any]) -> None:
         ) from error
     runs = report["runs"]
     figures = [
-        _lines(go, runs, "Memory over time", "GB", lambda run: _memory(run)),
-        _lines(
-            go, runs, "Reused share of the prompt tokens so far", "share", lambda run: _hits(run)
-        ),
-        _lines(go, runs, "Time to first token", "s", lambda run: _first(run)),
+        _lines(go, runs, "Memory over time", "GB, logarithmic", _memory, log=True),
+        _lines(go, runs, "Reused of all prompt tokens so far", "percent", _hits),
+        _lines(go, runs, "Time to first token, with the queue", "seconds", _first),
         _losses(go, runs),
-        _percentiles(go, runs),
+        _percentiles(go, runs, "ttft_s", "with the queue"),
+        _percentiles(go, runs, "ttft_alone_s", "on an idle server"),
     ]
+    config = {"displayModeBar": False, "responsive": True}
     parts = [
-        to_html(figure, full_html=False, include_plotlyjs=False, default_height=380)
+        figure
+        if isinstance(figure, str)
+        else to_html(
+            figure, full_html=False, include_plotlyjs=False, default_height=380, config=config
+        )
         for figure in figures
     ]
     title = f"Replay of {html.escape(report['trace']['name'])}"
     page = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>",
         f"<title>{title}</title><style>{STYLE}</style>",
         f"<script>{script}</script></head><body>",
         f"<h1>{title}</h1>",
@@ -96,9 +120,7 @@ def _head(report: Mapping[str, Any]) -> list[str]:
             "reused",
             "of the ideal",
             "restorable",
-            "TTFT p50",
-            "p95",
-            "p99",
+            *(f"{of} {q}, s" for of in ("TTFT", "idle") for q in QUANTILES),
             "utilisation",
         ],
         *(
@@ -108,45 +130,91 @@ def _head(report: Mapping[str, Any]) -> list[str]:
                 f"{run['token_hit_ratio']:.2%}",
                 f"{run['reused_share']:.1%}",
                 f"{run['restorable_share']:.1%}",
-                *(_seconds(run["ttft_s"][q]) for q in ("p50", "p95", "p99")),
+                *(_seconds(run[of][q]) for of in ("ttft_s", "ttft_alone_s") for q in QUANTILES),
                 f"{run['utilisation']:.0%}",
             ]
             for run in report["runs"]
         ),
     ]
-    return [*parts, _table(rows)]
+    over = [_name(run) for run in report["runs"] if run["overloaded"]]
+    note = "TTFT: time to first token, with the queue, and on an idle server."
+    if over:
+        note += (
+            f" The server cannot keep up under {html.escape('; '.join(over))}: with the queue, "
+            "times there say how long the trace is."
+        )
+    return [*parts, _table(rows), f"<p class='note'>{note}</p>"]
 
 
 def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f} s"
+    return "-" if value is None else f"{value:,.2f}"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def _table(rows: Sequence[Sequence[str]], text: Sequence[int] = ()) -> str:
+    """A table whose first row is its head; columns in ``text`` are of words."""
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        kinds = [" class='text'" if at in text else "" for at in range(len(cells))]
+        each = zip(cells, kinds, strict=True)
+        inside = "".join(f"<{tag}{kind}>{html.escape(x)}</{tag}>" for x, kind in each)
+        return f"<tr>{inside}</tr>"
+
     head, *body = rows
-    lines = ["<table><tr>" + "".join(f"<th>{html.escape(x)}</th>" for x in head) + "</tr>"]
-    lines += ["<tr>" + "".join(f"<td>{html.escape(x)}</td>" for x in row) + "</tr>" for row in body]
-    return "".join(lines) + "</table>"
+    lines = "".join([row(head, "th"), *(row(cells, "td") for cells in body)])
+    return f"<div class='wide'><table>{lines}</table></div>"
 
 
-def _lines(go: Any, runs: Sequence[Mapping[str, Any]], title: str, unit: str, of: Any) -> Any:
+def _figure(go: Any, title: str, unit: str, **layout: Any) -> Any:
+    """An empty figure that shows on any paper."""
     figure = go.Figure()
-    for run in runs:
-        for name, values in of(run).items():
-            seconds = run["timeline"]["seconds"]
-            figure.add_scatter(x=seconds, y=values, mode="lines", name=f"{_name(run)}{name}")
     figure.update_layout(
-        title=title, xaxis_title="s", yaxis_title=unit, template="plotly_white", showlegend=True
+        title=title,
+        yaxis_title=unit,
+        template="plotly_white",
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        margin={"l": 70, "r": 20, "t": 50, "b": 50},
+        showlegend=True,
+        **layout,
     )
+    return figure
+
+
+def _colours(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One for each run: its scheme's, and others for more policies of one."""
+    more, taken, colours = iter(OTHERS * len(runs)), set(), []
+    for run in runs:
+        first = run["scheme"] not in taken
+        colours.append(COLOURS[run["scheme"]] if first else next(more))
+        taken.add(run["scheme"])
+    return colours
+
+
+def _lines(
+    go: Any, runs: Sequence[Mapping[str, Any]], title: str, unit: str, of: Any, log: bool = False
+) -> Any:
+    figure = _figure(go, title, unit, xaxis_title="seconds of the trace")
+    if log:
+        figure.update_yaxes(type="log", dtick=1)
+    for run, colour in zip(runs, _colours(runs), strict=True):
+        for tier, values in of(run).items():
+            figure.add_scatter(
+                x=run["timeline"]["seconds"],
+                y=values,
+                mode="lines",
+                name=f"{_name(run)}: {tier}" if tier else _name(run),
+                line={"color": colour, "dash": DASHES.get(tier, "solid"), "width": 2},
+            )
     return figure
 
 
 def _memory(run: Mapping[str, Any]) -> dict[str, list[float]]:
     stored = run["timeline"]["stored_bytes"]
-    return {f": {tier}": [x / _GB for x in values] for tier, values in stored.items()}
+    return {tier: [x / _GB for x in values] for tier, values in stored.items()}
 
 
 def _hits(run: Mapping[str, Any]) -> dict[str, list[float]]:
-    return {"": run["timeline"]["hit_ratio_so_far"]}
+    return {"": [100 * x for x in run["timeline"]["hit_ratio_so_far"]]}
 
 
 def _first(run: Mapping[str, Any]) -> dict[str, list[float]]:
@@ -154,29 +222,35 @@ def _first(run: Mapping[str, Any]) -> dict[str, list[float]]:
 
 
 def _losses(go: Any, runs: Sequence[Mapping[str, Any]]) -> Any:
-    figure = go.Figure()
     causes = sorted({cause for run in runs for cause in run["lost_tokens"]})
-    for cause in causes:
-        shares = [run["lost_tokens"].get(cause, 0) / max(run["prompt_tokens"], 1) for run in runs]
-        figure.add_bar(x=[_name(run) for run in runs], y=shares, name=cause)
-    figure.update_layout(
-        title="Lost tokens by cause",
-        barmode="stack",
-        yaxis_title="share of the prompt tokens",
-        template="plotly_white",
-        showlegend=True,
-    )
+    if not causes:
+        return "<p>Nothing that had been computed before was computed again.</p>"
+    figure = _figure(go, "Lost tokens by cause", "percent of the prompt tokens", barmode="stack")
+    colours = (*OTHERS, *COLOURS.values()) * len(causes)
+    for cause, colour in zip(causes, colours, strict=False):
+        lost = [run["lost_tokens"].get(cause, 0) / max(run["prompt_tokens"], 1) for run in runs]
+        figure.add_bar(
+            x=[_name(run) for run in runs],
+            y=[100 * share for share in lost],
+            name=cause.replace("_", " "),
+            marker_color=colour,
+        )
     return figure
 
 
-def _percentiles(go: Any, runs: Sequence[Mapping[str, Any]]) -> Any:
-    figure = go.Figure()
-    for quantile in ("p50", "p95", "p99"):
-        values = [run["ttft_s"][quantile] for run in runs]
-        figure.add_bar(x=[_name(run) for run in runs], y=values, name=quantile)
-    figure.update_layout(
-        title="Time to first token by scheme", yaxis_title="s", template="plotly_white"
-    )
+def _percentiles(go: Any, runs: Sequence[Mapping[str, Any]], of: str, where: str) -> Any:
+    figure = _figure(go, f"Time to first token {where}", "seconds")
+    for run, colour in zip(runs, _colours(runs), strict=True):
+        values = [run[of][quantile] for quantile in QUANTILES]
+        shown = ["" if value is None else f"{value:,.2f}" for value in values]
+        figure.add_bar(
+            x=QUANTILES,
+            y=values,
+            text=shown,
+            textposition="outside",
+            name=_name(run),
+            marker_color=colour,
+        )
     return figure
 
 
@@ -184,4 +258,4 @@ def _sources(report: Mapping[str, Any]) -> list[str]:
     rows = [["number", "value", "unit", "source"]]
     for each in report["inputs"]:
         rows.append([each["name"], f"{each['value']:,g}", each["unit"], each["source"]])
-    return ["<h2>What is modelled, and from where</h2>", _table(rows)]
+    return ["<h2>What is modelled, and from where</h2>", _table(rows, text=(2, 3))]

@@ -17,10 +17,26 @@ from hybridkv import formats
 from hybridkv.errors import UserError
 from hybridkv.formats import RowFormat
 from hybridkv.geometry import Geometry, LayerGeometry
-from hybridkv.prefixes.needs import snapshot_kinds
+from hybridkv.kinds import Kind
+from hybridkv.prefixes.needs import block_kinds, snapshot_kinds
 from hybridkv.replay.trace import BLOCK
 from hybridkv.state.generic import generic_geometry
 from hybridkv.state.snapshot import snapshot_bytes
+
+
+class _Remembering(Geometry):
+    """A geometry that computes the length of a replay once a position."""
+
+    def replay_tokens(self, position: int) -> int:
+        """See ``Geometry.replay_tokens``."""
+        known = self._replays.get(position)
+        if known is None:
+            known = self._replays[position] = super().replay_tokens(position)
+        return known
+
+    @functools.cached_property
+    def _replays(self) -> dict[int, int]:
+        return {}
 
 
 class SchemeName(enum.StrEnum):
@@ -65,6 +81,22 @@ class Scheme:
     def has_snapshots(self) -> bool:
         """Whether a hit needs a sequence state beside the blocks."""
         return bool(snapshot_kinds(self.geometry))
+
+    @functools.cached_property
+    def planned(self) -> Geometry:
+        """What the planner is given: the same to it, in as few steps as can be.
+
+        Where a hit is reuse, all that it asks of a geometry are the bytes of a block; else it asks
+        for the same replay at every prompt.
+        """
+        if block_kinds(self.geometry) == (Kind.COMPRESSED,) and not self.has_snapshots:
+            return _pages(self.block_bytes)
+        return _Remembering(
+            **{
+                each.name: getattr(self.geometry, each.name)
+                for each in dataclasses.fields(Geometry)
+            }
+        )
 
     def running_bytes(self, tokens: int) -> int:
         """Bytes that a sequence of ``tokens`` tokens takes while it runs, in whole blocks."""

@@ -64,6 +64,20 @@ def test_a_replay_prints_tables_and_writes_json_and_a_report(trace, tmp_path, mo
     assert "src=" not in text.split("<body>")[1]
 
 
+def test_a_report_says_what_it_cannot_plot_and_where_times_mean_nothing(
+    trace, tmp_path, monkeypatch, capsys
+):
+    page = tmp_path / "report.html"
+    options = ["--scheme", "homogeneous", "--html", page]
+    call(monkeypatch, capsys, trace, *options)
+    text = page.read_text().split("<body>")[1]
+    assert "Nothing that had been computed before was computed again." in text
+    assert "Lost tokens by cause" not in text
+    assert "cannot keep up" not in text
+    call(monkeypatch, capsys, trace, *options, "--rate", 1e6)
+    assert "The server cannot keep up under homogeneous: " in page.read_text()
+
+
 def test_unlimited_capacity_with_states_everywhere_is_the_ideal(
     trace, tmp_path, monkeypatch, capsys
 ):
