@@ -53,6 +53,16 @@ MXFP4 = RowFormat(name="mxfp4", bits=4, rope_bits=4, scale_block=32, scale_bytes
 FP8_INDEX = RowFormat(name="fp8_index", bits=8, rope_bits=8, scale_block=128, scale_bytes=4)
 """Index row as some engines keep it: e4m3 with one float32 scale (132 bytes at 128)."""
 
+LANES = 128
+"""Bytes of a TPU register's line."""
+FP8_ROPE16_LANES = dataclasses.replace(FP8_ROPE16, name="fp8_rope16_lanes", align=LANES)
+"""The same bytes, then zeros: for TPUs, where rows of bytes have to fill lines of registers, or
+XLA lays a pool out with its blocks along the lines (640 bytes at 512/64)."""
+MXFP4_LANES = dataclasses.replace(MXFP4, name="mxfp4_lanes", align=LANES)
+"""The same (128 bytes at 128)."""
+FP8_INDEX_LANES = dataclasses.replace(FP8_INDEX, name="fp8_index_lanes", align=LANES)
+"""The same (256 bytes at 128)."""
+
 
 def plain(dtype: str) -> RowFormat:
     """The unpacked format for a model of this dtype."""

@@ -24,6 +24,12 @@ class Active:
         """Every one of ``n`` sequences."""
         return cls(jnp.arange(n, dtype=jnp.int32), jnp.asarray(n, jnp.int32))
 
+    @classmethod
+    def of(cls, mask: Bool[Array, " n"]) -> "Active":
+        """Those where ``mask`` is true, in order."""
+        order = jnp.argsort(jnp.logical_not(mask), stable=True).astype(jnp.int32)
+        return cls(order, jnp.sum(mask.astype(jnp.int32)))
+
     @property
     def mask(self) -> Bool[Array, " n"]:
         """Which ones that is."""

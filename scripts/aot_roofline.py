@@ -1,13 +1,14 @@
 """What a kernel's schedule says about its speed: cycles and bytes of its loops, and the bound."""
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from llo_schedule import Region, Schedule
 from targets import Target
 
 PATHS = ("steady", "most", "least")
-COMPUTE = ("MXU", "XLU", "VALU", "EUP", "VLOAD", "VSTORE")
+COMPUTE = ("MXU", "XLU", "EUP")
 """Units whose work makes a loop more than the issue of copies."""
 BUSY = 0.5
 """Below this share of the cycles no unit is the bound: instructions wait for each other."""
@@ -50,7 +51,7 @@ def _speed(loop: dict[str, Any]) -> float:
 def _loop(schedule: Schedule, loop: Region, target: Target) -> dict[str, Any]:
     cycles = {path: schedule.cycles(loop, path) for path in PATHS}
     busy = schedule.busy(loop, "steady")
-    computes = any(busy.get(unit) for unit in COMPUTE)
+    computes = _computes(busy, cycles["steady"])
     read = schedule.read_bytes(loop, "steady")
     copies = _copies(schedule, loop)
     inside = _copy_loops(schedule, loop) if computes and read == 0 else []
@@ -84,6 +85,11 @@ def _loop(schedule: Schedule, loop: Region, target: Target) -> dict[str, Any]:
     return result
 
 
+def _computes(busy: Mapping[str, float], cycles: float) -> bool:
+    """Whether a loop is more than copies, which take a few vector instructions for their places."""
+    return any(busy.get(unit) for unit in COMPUTE) or busy.get("VALU", 0) > 0.2 * cycles
+
+
 def _copy_loops(schedule: Schedule, loop: Region) -> list[Region]:
     """Loops inside ``loop`` that only start copies.
 
@@ -93,8 +99,7 @@ def _copy_loops(schedule: Schedule, loop: Region) -> list[Region]:
     skipped = schedule.skipped_regions(loop, "steady")
     found = []
     for inner in schedule.loops:
-        busy = schedule.busy(inner, "steady")
-        alone = not any(busy.get(unit) for unit in COMPUTE)
+        alone = not _computes(schedule.busy(inner, "steady"), schedule.cycles(inner, "steady"))
         # A branch around nothing but the loop, for no trips at all, does not leave it out.
         left_out = any(inner.inside(x) and x.bundles > inner.bundles + GUARD for x in skipped)
         if inner.inside(loop) and alone and not left_out and schedule.read_bytes(inner, "steady"):

@@ -10,27 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from hybridkv import formats
 from hybridkv.engine.steps import idle_decode, idle_tile
 from hybridkv.errors import UserError
-from hybridkv.formats import RowFormat
 from hybridkv.state import leaf
 from hybridkv.state.batch import StepOptions
 from hybridkv.state.cache import Cache
 from hybridkv.state.capacity import Capacity
 from models.deepseek_v4 import sharding
+from models.deepseek_v4.cache_formats import CACHE_FORMATS, CacheFormats
 from models.deepseek_v4.decode import decode_step
 from models.deepseek_v4.model import DeepseekV4
 from models.deepseek_v4.tile import tile_step
 from models.runtime import ModuleRuntime
-
-CACHE_FORMATS = {
-    "float32": (formats.FLOAT32,) * 3,
-    "bfloat16": (formats.BFLOAT16,) * 3,
-    "bfloat16_words": (formats.BFLOAT16, formats.BFLOAT16_WORDS, formats.BFLOAT16),
-    "fp8": (formats.FP8_ROPE16, formats.FP8_ROPE16, formats.MXFP4),
-}
-"""By name: how window rows, compressed rows and index rows are stored. ``fp8`` is the release's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,8 +42,10 @@ class StepCase:
     cache_format: str | None = None
     data: int = 1
     """Devices that the slots are spread over; the others share each matrix."""
+    spread_weights: bool = False
+    """Split matrices over all devices, also over those that the slots are spread over."""
     kernels: str | None = None
-    """Implementation of the kernels; the reference by default on several devices."""
+    """Implementation of the kernels: the target's by default, or else the reference."""
 
     @property
     def name(self) -> str:
@@ -74,6 +67,7 @@ class AbstractStep:
     function: Callable[..., Any]
     arguments: tuple[Any, Any, Cache]
     out_shardings: Any
+    mesh: jax.sharding.Mesh
     capacity: Capacity
     block_tokens: int
     parameters: int
@@ -113,11 +107,11 @@ def abstract_step(case: StepCase, devices: list[Any], *, blocks: int | None = No
       UserError: the case does not fit the model.
     """
     config = aot_models.model_config(case.model, layers=case.layers, dtype=case.dtype)
-    window, row, index = _formats(case.cache_format or config.dtype)
+    chosen = _formats(case.cache_format or config.dtype)
     geometry = config.geometry(
-        window_format=window,
-        row_format=row,
-        index_format=index,
+        window_format=chosen.window,
+        row_format=chosen.rows,
+        index_format=chosen.index,
         cells_per_block=case.cells_per_block,
     )
     if case.tile % geometry.block_tokens:
@@ -131,6 +125,7 @@ def abstract_step(case: StepCase, devices: list[Any], *, blocks: int | None = No
     declared = Cache.declare(geometry, capacity)
     cache_shardings = leaf.shardings(declared, mesh)
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    rules = sharding.SPREAD_RULES if case.spread_weights else sharding.DEFAULT_RULES
     options = StepOptions(tile=case.tile, lanes=case.lanes, kernels=case.kernels)
     step: Callable[..., Any]
     batch: Callable[[], Any]
@@ -139,7 +134,7 @@ def abstract_step(case: StepCase, devices: list[Any], *, blocks: int | None = No
     else:
         step, batch = runtime.decode_step, lambda: idle_decode(case.slots)
     arguments = (
-        _placed(runtime.params, jax.tree.leaves(sharding.shardings(model, mesh))),
+        _placed(runtime.params, jax.tree.leaves(sharding.shardings(model, mesh, rules))),
         jax.tree.map(lambda x: _struct(x, whole), jax.eval_shape(batch)),
         jax.tree.map(_struct, leaf.abstract(declared), cache_shardings),
     )
@@ -147,13 +142,14 @@ def abstract_step(case: StepCase, devices: list[Any], *, blocks: int | None = No
         function=lambda params, batch, cache: step(params, batch, cache, options),
         arguments=arguments,
         out_shardings=(whole, cache_shardings),
+        mesh=mesh,
         capacity=capacity,
         block_tokens=geometry.block_tokens,
         parameters=sum(x.size for x in runtime.params),
     )
 
 
-def _formats(name: str) -> tuple[RowFormat, RowFormat, RowFormat]:
+def _formats(name: str) -> CacheFormats:
     if name not in CACHE_FORMATS:
         raise UserError(f"unknown cache format {name!r}: known are {', '.join(CACHE_FORMATS)}")
     return CACHE_FORMATS[name]

@@ -13,6 +13,13 @@ ENVIRONMENT: Mapping[str, str] = {
 }
 """What a process needs before it imports jax. The accelerator named here is none that programs are
 compiled for: libtpu wants one, whatever it is."""
+KINDS: Mapping[str, str] = {
+    "v5e": "TPU v5 lite",
+    "v5p": "TPU v5",
+    "v6e": "TPU v6 lite",
+    "tpu7x": "TPU7x",
+}
+"""What JAX calls the device of a target, for those who have no compiler to ask."""
 PLUGIN = "libtpu"
 """The module whose presence says that the compiler is there."""
 

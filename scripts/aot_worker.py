@@ -6,17 +6,17 @@ The request names the target, the folder of the dumps if there is one, and the c
 written after each case, so that what was measured survives a crash of the compiler.
 """
 
-import contextlib
 import dataclasses
 import json
 import pathlib
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import aot_gpu
+import aot_hlo
 import aot_roofline
 import aot_tpu
 import jax
@@ -114,7 +114,7 @@ def _step(case: StepCase, target: Target, devices: list[Any]) -> dict[str, Any]:
     if fixed is None and compiled.get("needs"):
         # What is beside the pools is found with pools of one block.
         small = abstract_step(case_of(result, case), devices, blocks=1)
-        least = _compile(_jitted(small), small.arguments, target)
+        least = _compile(_jitted(small), small.arguments, target, mesh=small.mesh)
         fixed = least["memory"]["total"] - _pool_bytes(small) if least["ok"] else None
     if fixed is not None:
         per_token = pool / step.tokens
@@ -138,14 +138,13 @@ def _step_compiled(
     """Takes the kernels that the case names, or else the target's if they support it."""
     names: list[str | None] = [case.kernels]
     if case.kernels is None:
-        # XLA's partitioner can't split a kernel over devices.
-        first = {"tpu": "tpu", "cuda": "gpu"}[target.platform]
-        names = [first, "reference"] if len(devices) == 1 else ["reference"]
+        names = [{"tpu": "tpu", "cuda": "gpu"}[target.platform], "reference"]
     for name in names:
         step = abstract_step(dataclasses.replace(case, kernels=name), devices)
         result["kernels"] = name
         try:
-            return step, _compile(_jitted(step), step.arguments, target)
+            pools = jax.tree.leaves(step.pools) if target.platform == "tpu" else ()
+            return step, _compile(_jitted(step), step.arguments, target, pools, mesh=step.mesh)
         except UserError:
             raise
         except (NotImplementedError, ValueError) as reason:
@@ -159,26 +158,30 @@ def _jitted(step: AbstractStep) -> Any:
     return jax.jit(step.function, donate_argnums=2, out_shardings=step.out_shardings)
 
 
-@contextlib.contextmanager
-def _told(arguments: tuple[Any, ...]) -> Iterator[None]:
-    """Kernels that ask which chip they are traced for are told: that of the arguments."""
-    devices = jax.tree.leaves(arguments)[0].sharding.device_set
-    if len(devices) > 1:
-        yield
-        return
-    mesh = jax.sharding.Mesh(np.asarray(list(devices)), ("chip",))
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        yield
+def _chip(arguments: tuple[Any, ...]) -> jax.sharding.Mesh:
+    """A mesh of the one device that ``arguments`` are on."""
+    (device,) = jax.tree.leaves(arguments)[0].sharding.device_set
+    return jax.sharding.Mesh(np.asarray([device]), ("chip",))
 
 
-def _compile(function: Any, arguments: tuple[Any, ...], target: Target) -> dict[str, Any]:
+def _compile(
+    function: Any,
+    arguments: tuple[Any, ...],
+    target: Target,
+    pools: Sequence[Any] = (),
+    mesh: jax.sharding.Mesh | None = None,
+) -> dict[str, Any]:
     """Compiles; what the compiler refuses is a result, not an error.
+
+    With ``pools`` it also tells the kernels that are called, and what is done with a whole pool.
+    Kernels are split over ``mesh``, and learn from it which chip they are traced for.
 
     Raises:
       NotImplementedError: a kernel does not support the input.
     """
     started = time.perf_counter()
-    with _told(arguments):
+    mesh = mesh or _chip(arguments)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = function.trace(*arguments).lower(lowering_platforms=(target.platform,))
     traced = time.perf_counter()
     try:
@@ -187,9 +190,15 @@ def _compile(function: Any, arguments: tuple[Any, ...], target: Target) -> dict[
         return {"ok": False, "error": _line(error), "needs": _needs(str(error))}
     memory = _memory(compiled, target)
     collectives: dict[str, int] = {}
-    for name in _COLLECTIVE.findall(compiled.as_text()):
+    text = compiled.as_text()
+    for name in _COLLECTIVE.findall(text):
         collectives[name] = collectives.get(name, 0) + 1
+    inside: dict[str, Any] = {}
+    if pools:
+        inside["kernel_calls"] = aot_hlo.kernel_calls(text)
+        inside["pool_copies"] = aot_hlo.pool_copies(text, pools)
     return {
+        **inside,
         "ok": True,
         "trace_seconds": traced - started,
         "compile_seconds": time.perf_counter() - traced,

@@ -21,11 +21,12 @@ import aot_models
 import aot_process
 import aot_report
 import command_line
-from aot_steps import CACHE_FORMATS, StepCase
+from aot_steps import StepCase
 from rich.console import Console
 from targets import GIB, TARGETS, Target, target_of
 
 from hybridkv.errors import UserError
+from models.deepseek_v4.cache_formats import CACHE_FORMATS
 from pallas_kernels.tuning import table as tuning
 
 WIDTH = 150
@@ -39,23 +40,26 @@ ALL_STEPS: tuple[dict[str, Any], ...] = tuple(
 )
 """Steps of one device, in blocks of 16 rows at ratio 128, which all kernels take."""
 TPU_STEPS: tuple[dict[str, Any], ...] = tuple(
-    {
-        "step": step,
-        "model": "v4-flash-thin",
-        "slots": 8,
-        "context": 65536,
-        "cache_format": "bfloat16_words",
-    }
+    {"step": step, "model": "v4-flash-thin", **sizes, "cache_format": rows}
+    for rows, sizes in (
+        ("bfloat16_words", {"slots": 8, "context": 65536}),
+        ("release_lanes", _SIZES),
+    )
     for step in ("decode", "tile")
 )
-"""In blocks of 128 tokens, whose single rows have to be words there."""
+"""In blocks of 128 tokens, whose single rows have to be words there; and with packed rows, which
+have to fill lanes."""
 FULL_STEP: dict[str, Any] = {
     "step": "decode",
     "model": "v4-flash",
     "slots": 32,
     "context": 65536,
+    "cache_format": "bfloat16_words",
+    "data": 8,
+    "spread_weights": True,
     "sharded": True,
 }
+"""Four sequences and eight heads a chip; matrices in 64 parts."""
 FULL_TARGET = "v6e:8x8"
 
 
@@ -122,8 +126,8 @@ def _parser() -> argparse.ArgumentParser:
     table = commands.add_parser("table", help="the tables of docs/benchmarks.md from a JSON file")
     table.add_argument("file", type=pathlib.Path)
     commands.add_parser("targets", help="what is known about each target")
-    tune = commands.add_parser("tune", help="write a GPU's tuning table by what its compiler says")
-    tune.add_argument("--target", required=True, help="h100 or b200")
+    tune = commands.add_parser("tune", help="write a tuning table by what the compiler says")
+    tune.add_argument("--target", required=True, help="such as v6e or h100")
     tune.add_argument("--table", type=pathlib.Path, help="write it there, not where it is read")
     tune.add_argument("--python", help="interpreter that has the compiler")
     return parser
@@ -142,6 +146,7 @@ def _step_arguments(step: argparse.ArgumentParser) -> None:
     step.add_argument("--dtype", choices=("float32", "bfloat16"))
     step.add_argument("--cache-format", choices=sorted(CACHE_FORMATS))
     step.add_argument("--data", type=int, default=1, help="devices that slots are spread over")
+    step.add_argument("--spread-weights", action="store_true", help="split them over those too")
     step.add_argument("--kernels", choices=("tpu", "gpu", "reference"))
 
 
@@ -235,7 +240,7 @@ def _tune(args: argparse.Namespace) -> int:
     file = args.table or tuning.file_of(found.device)
     tuning.write(found, file)
     rows = [[x.operation, str(dict(x.key)), str(dict(x.values))] for x in found.entries]
-    columns = ("operation", "where", "not the default")
+    columns = ("operation", "where", "chosen")
     command_line.print_table(f"{found.device}: {file}", columns, rows)
     return 0
 

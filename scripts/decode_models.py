@@ -40,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--snapshots", type=int, default=64, help="stored sequence states")
     parser.add_argument("--tile", type=int, help="prompt tokens computed at once")
     parser.add_argument("--cache-format", choices=list(CACHE_FORMATS), help="how rows are stored")
+    parser.add_argument(
+        "--cells-per-block",
+        type=int,
+        metavar="CELLS",
+        help="of the largest ratio; on a TPU packed rows need at least 4",
+    )
     parser.add_argument("--store-tokens", type=int, default=1 << 20, help="room of the store")
 
 
@@ -79,8 +85,23 @@ def load(args: argparse.Namespace) -> tuple[Any, Text | None]:
     if args.scheme == "generic":
         if args.cache_format is not None:
             raise UserError("generic rows are float32, which compressors pool: no --cache-format")
+        if args.cells_per_block is not None:
+            raise UserError("generic rows are not compressed: no --cells-per-block")
         return DeepseekV4GenericRuntime(model), text
-    return DeepseekV4Runtime(model, format=CACHE_FORMATS.get(args.cache_format)), text
+    formats = CACHE_FORMATS.get(args.cache_format)
+    return DeepseekV4Runtime(model, format=formats, **_blocks(args)), text
+
+
+def _blocks(args: argparse.Namespace) -> dict[str, int]:
+    """The runtime's own choice without the argument.
+
+    Raises:
+      UserError: less than a cell.
+    """
+    cells = args.cells_per_block
+    if cells is not None and cells < 1:
+        raise UserError(f"--cells-per-block {cells}: a block has at least one cell")
+    return {} if cells is None else {"cells_per_block": cells}
 
 
 def _is_llama(path: pathlib.Path) -> bool:
@@ -98,4 +119,4 @@ def _llama(model: Any, text: Text | None, args: argparse.Namespace) -> tuple[Any
         raise UserError(
             f"--cache-format {args.cache_format} is for DeepSeek-V4: use {' or '.join(PLAIN)}"
         )
-    return LlamaRuntime(model, format=PLAIN.get(args.cache_format)), text
+    return LlamaRuntime(model, format=PLAIN.get(args.cache_format), **_blocks(args)), text

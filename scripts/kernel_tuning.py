@@ -1,6 +1,7 @@
 """Fills the tables of ``pallas_kernels.tuning``: by what a compiler says, or by the clock.
 
     case x candidates --+--> compiler of a GPU that is not there --> spills, registers --+
+                        +--> compiler of a TPU that is not there --> bundles, memory ----+
                         +--> the device that is here --> bits, seconds ------------------+--> table
 
 ``compile_for.py tune`` does the first, ``benchmark.py kernels --tune`` the second. A candidate
@@ -8,15 +9,18 @@ whose output differs in a bit from that of the defaults is never chosen by the c
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import itertools
+import json
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import aot_gpu
 import aot_process
+import aot_tpu
 import command_line
 import jax
 import kernel_inputs
@@ -35,9 +39,12 @@ CANDIDATES: Mapping[str, Mapping[str, Sequence[int]]] = {
     "packing/encode/gpu": {"rows": (8, 16, 32), "warps": (2, 4)},
     "packing/decode/gpu": {"rows": (8, 16, 32), "warps": (2, 4)},
     "moves/gpu": {"part_bytes": (4096, 8192, 16384), "warps": (4, 8)},
+    "attention/tpu": {"buffers": (2, 4, 8)},
+    "attention/gather/tpu": {"picks": (32, 64, 128)},
+    "index_scores/tpu": {"depth": (3, 6, 9)},
 }
 """By operation, the values that are combined."""
-CASES: Mapping[str, str] = {
+GPU_CASES: Mapping[str, str] = {
     "attention/dense/65536/rows16/bfloat16": "attend",
     "attention/dense/65536/rows16/fp8_rope16": "attend",
     "attention/dense/65536/rows16/float32": "attend",
@@ -50,9 +57,20 @@ CASES: Mapping[str, str] = {
     "moves/gather": "gather_blocks",
 }
 """What is tuned, at the sizes of V4-Flash, and the program that is launched with the values."""
+TPU_CASES: Mapping[str, str] = {
+    "attention/dense/65536/rows16/bfloat16": "attend",
+    "attention/sparse/65536/bfloat16_words": "gather_picks",
+    "index_scores/1048576/bfloat16": "pick_rows",
+}
+CASES: Mapping[str, Mapping[str, str]] = {"gpu": GPU_CASES, "tpu": TPU_CASES}
+"""By kind of implementation."""
+_OWN_OPERATION = {"gather_picks": "attention/gather/tpu"}
+"""Programs with a table entry of their own, beside the operation's."""
 WARP = 32
 """Threads of a warp."""
-BACKEND = "gpu"
+CLEAR = 0.95
+"""Of the default's bundles: fewer count as a gain. The compiler does not see what copies wait for,
+which is what more of them under way are for."""
 
 
 def candidates(operation: str) -> list[Choice]:
@@ -61,32 +79,102 @@ def candidates(operation: str) -> list[Choice]:
     return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
 
 
-def asked(name: str) -> Asked:
-    """What the kernel of a case asks a table for."""
-    case = build(name, BACKEND)
-    operation = tuned_operation(name, BACKEND)
-    with table.listening() as heard:
+def operation_of(name: str, backend: str) -> str:
+    """What tables call that which is tuned by a case."""
+    program = CASES[backend].get(name, "")
+    return _OWN_OPERATION.get(program) or tuned_operation(name, backend)
+
+
+def asked(name: str, backend: str, kind: str | None = None) -> Asked:
+    """What the kernel of a case asks a table for, on a kind of TPU if one is given."""
+    case = build(name, backend)
+    operation = operation_of(name, backend)
+    chip = jax.sharding.AbstractDevice(device_kind=kind or "", platform="tpu", num_cores=1)
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=chip)
+    context = jax.sharding.use_abstract_mesh(mesh) if kind else contextlib.nullcontext()
+    with table.listening() as heard, context:
         # Through a new function: what jit has traced before is not traced again.
         jax.eval_shape(lambda *x: case.function(*x), *case.arguments)
     return next(x for x in heard if x.operation == operation)
 
 
 def by_compiler(target: str, python: str | None) -> Table:
-    """The table of a GPU that is not there: what spills least, the default where that does.
+    """The table of a device that is not there, by what its compiler knows for sure.
+
+    Raises:
+      UserError: no compiler for it.
+    """
+    platform = target_of(target)[0].platform
+    return by_spills(target, python) if platform == "cuda" else by_schedule(target, python)
+
+
+def by_schedule(target: str, python: str | None) -> Table:
+    """The table of a TPU: what clearly takes fewer bundles and fits, the default otherwise.
+
+    Entries say the default too, so that a table shows what was looked at. SparseCores have no
+    schedule; without them nothing is gathered there.
+    """
+    kind = aot_tpu.KINDS[target]
+    entries, unseen = [], []
+    for name, program in TPU_CASES.items():
+        try:
+            question = asked(name, "tpu", kind)
+        except StopIteration:
+            continue
+        default = dataclasses.asdict(question.default)
+        best = default
+        if program in _OWN_OPERATION:
+            unseen.append(question.operation)
+        else:
+            bundles = _bundles(name, program, question, target, python)
+            fewest = min(bundles, key=lambda x: bundles[x])
+            if bundles[fewest] < CLEAR * bundles[_text(default)]:
+                best = json.loads(fewest)
+        entries.append(Entry(operation=question.operation, key=dict(question.key), values=best))
+    source = (
+        f"static: compile_for.py tune --target {target} compiles all candidates; the default where "
+        f"none takes under {CLEAR:.0%} of its bundles a trip, because the schedule does not see "
+        "waits for copies"
+    )
+    if unseen:
+        source += f"; {', '.join(unseen)}: no schedule is printed, the default is kept"
+    return Table(
+        device=kind, source=f"{source}; nothing has run on this device", entries=tuple(entries)
+    )
+
+
+def _bundles(
+    name: str, program: str, question: Asked, target: str, python: str | None
+) -> dict[str, float]:
+    """Bundles a trip of the streaming loop by candidate; what does not compile is left out."""
+    requests = [
+        {"kind": "kernel", "name": name, "implementation": "tpu", "tried": tried}
+        for tried in candidates(question.operation)
+    ]
+    found = {}
+    for result in aot_process.compile_cases(target, requests, schedule=True, python=python):
+        for kernel in result.get("kernels", ()):
+            loop = kernel["streaming"] or kernel["longest"]
+            if program in kernel["name"] and loop is not None:
+                found[_text(result["tried"])] = float(loop["steady"])
+    return found
+
+
+def _text(choice: Choice) -> str:
+    return json.dumps(choice, sort_keys=True)
+
+
+def by_spills(target: str, python: str | None) -> Table:
+    """The table of a GPU: what spills least, the default where that does.
 
     Spills are memory traffic that a compiler knows of for sure. What it cannot know, such as how
     many warps hide the latency of memory, is left at the default until a clock says otherwise.
-
-    Raises:
-      UserError: not a GPU, or no compiler for it.
     """
-    if target_of(target)[0].platform != "cuda":
-        raise UserError(f"tune: {target} is no GPU, whose compiler counts registers")
     entries = []
-    for name, program in CASES.items():
-        question = asked(name)
+    for name, program in GPU_CASES.items():
+        question = asked(name, "gpu")
         requests = [
-            {"kind": "kernel", "name": name, "implementation": BACKEND, "tried": tried}
+            {"kind": "kernel", "name": name, "implementation": "gpu", "tried": tried}
             for tried in candidates(question.operation)
         ]
         results = aot_process.compile_cases(target, requests, schedule=True, python=python)
@@ -140,14 +228,14 @@ def by_clock(args: argparse.Namespace, timed: Callable[..., dict[str, list[float
       UserError: nothing is tuned on this platform, or a case that is not.
     """
     here = jax.default_backend()
-    if here != BACKEND:
-        raise UserError(f"--tune: there is nothing to tune on {here}, only on a GPU")
+    if here not in CASES:
+        raise UserError(f"--tune: there is nothing to tune on {here}, only on a GPU or a TPU")
     entries, rows = [], []
-    for name in args.cases or CASES:
-        if tuned_operation(name, BACKEND) not in CANDIDATES:
+    for name in args.cases or CASES[here]:
+        if operation_of(name, here) not in CANDIDATES:
             raise UserError(f"--tune: nothing of {name} is tuned")
-        question = asked(name)
-        best, row = _fastest(name, question, args, timed)
+        question = asked(name, here)
+        best, row = _fastest(name, question, here, args, timed)
         entries += _entry(question, best)
         rows.append({"case": name, "operation": question.operation, "best": best, **row})
     kind = jax.devices()[0].device_kind
@@ -158,11 +246,11 @@ def by_clock(args: argparse.Namespace, timed: Callable[..., dict[str, list[float
 
 
 def _fastest(
-    name: str, question: Asked, args: argparse.Namespace, timed: Callable[..., Any]
+    name: str, question: Asked, here: str, args: argparse.Namespace, timed: Callable[..., Any]
 ) -> tuple[Choice, dict[str, Any]]:
     """The candidate with the lowest median; the defaults where none is faster."""
     default = dataclasses.asdict(question.default)
-    case = build(name, BACKEND)
+    case = build(name, here)
     arguments = kernel_inputs.concrete(case, name.partition("/")[0], args.seed)
     sides: dict[str, Callable[[], Any]] = {}
     choices: dict[str, Choice] = {}

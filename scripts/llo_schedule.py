@@ -6,8 +6,8 @@
 A bundle is at best one cycle. What the schedule can't say: how long the kernel waits for DMAs and
 semaphores, stalls of a full queue, and which predicated regions run how often. So a loop has three
 lengths: ``most`` (every region runs), ``least`` (none does), and ``steady``: regions run that do
-most of the work around them or start a read of HBM, others, such as the first and last iteration's
-work, do not.
+most of the work around them or start a read of HBM (of alternatives the longest), others, such as
+the first and last iteration's work, do not.
 """
 
 import dataclasses
@@ -21,6 +21,9 @@ T = TypeVar("T")
 
 GRANULE_BYTES = 32
 """Bytes of a DMA's ``size_in_granules``; a copy of 128 x 512 bfloat16 has 4096 of them."""
+ALTERNATIVE = 0.03
+"""Regions that read as much, each with at least this share of their surroundings' vector work, are
+alternatives."""
 MOST = 0.6
 """A region with more than this share of its surroundings' vector work is taken to run each time.
 Of two alternatives, each with half, that is neither."""
@@ -116,11 +119,10 @@ class Schedule:
         skipped = []
         around: list[tuple[Region, bool]] = [(loop, True)]
         body = self.body(loop)
-        for region in sorted(self.regions, key=lambda x: (x.start, -x.stop)):
-            if not region.inside(loop):
-                continue
+        inside = [x for x in self.regions if x.inside(loop)]
+        for region in sorted(inside, key=lambda x: (x.start, -x.stop)):
             parent, parent_runs = next(x for x in reversed(around) if region.inside(x[0]))
-            runs = path == "steady" and parent_runs and self._steady(region, parent, body)
+            runs = path == "steady" and parent_runs and self._steady(region, parent, body, inside)
             around.append((region, runs))
             if not runs:
                 skipped.append(region)
@@ -134,23 +136,44 @@ class Schedule:
 
         return self._once(("run", loop, path), bundles)
 
-    def _steady(self, region: Region, parent: Region, body: set[int]) -> bool:
-        reads = any(
-            region.holds(dma.bundle)
+    def _steady(
+        self, region: Region, parent: Region, body: set[int], all_: Sequence[Region]
+    ) -> bool:
+        reads = self._reads(region, body)
+        if not reads:
+            return self._work(region) > MOST * self._work(parent)
+        # Where several do much work and read as much, one of them runs: that which does most.
+        least = ALTERNATIVE * self._work(parent)
+        if not self.used or self._work(region) < least:
+            return True
+        others = [x for x in all_ if x.inside(parent) and not _overlap(x, region)]
+        rivals = [x for x in others if self._reads(x, body) == reads and self._work(x) >= least]
+        return all(self._rank(region) > self._rank(x) for x in rivals)
+
+    def _rank(self, region: Region) -> tuple[int, int]:
+        return self._work(region), -region.start
+
+    def _reads(self, region: Region, body: set[int]) -> list[int]:
+        """Sizes of the copies from HBM that a region starts; 0 where one is not fixed."""
+        return sorted(
+            dma.bytes or 0
+            for dma in self.dmas
+            if region.holds(dma.bundle)
             and dma.bundle in body
             and (dma.source, dma.target) == ("hbm", "vmem")
-            for dma in self.dmas
         )
-        return reads or self._work(region) > MOST * self._work(parent)
 
     def _work(self, region: Region) -> int:
         """Slots of vector units in use, or bundles where that is not known."""
         if not self.used:
             return region.bundles
         vector = [column for column, unit in enumerate(self.units) if unit != _SCALAR]
-        return sum(
-            self.used[i][column] for i in range(region.start, region.stop) for column in vector
-        )
+
+        def work() -> int:
+            bundles = range(region.start, region.stop)
+            return sum(self.used[i][column] for i in bundles for column in vector)
+
+        return self._once(("work", region), work)
 
     def cycles(self, loop: Region, path: str) -> int:
         """Bundles of one iteration, without loops inside it."""
@@ -181,6 +204,10 @@ class Schedule:
         """Bytes of copies that one iteration waits for."""
         run = self.run(loop, path)
         return sum(size for bundle, size in self.waits if bundle in run)
+
+
+def _overlap(a: Region, b: Region) -> bool:
+    return a.start < b.stop and b.start < a.stop
 
 
 def _without(loop: Region, parts: Iterable[Region]) -> set[int]:

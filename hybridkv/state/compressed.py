@@ -4,13 +4,14 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 from hybridkv.geometry import Geometry
+from hybridkv.state import per_device
 from hybridkv.state.capacity import Capacity
 from hybridkv.state.layouts import row_layout
 from hybridkv.state.leaf import Leaf
+from pallas_kernels.implementations import REFERENCE
 from pallas_kernels.packing import api as packing
 
 
@@ -50,13 +51,14 @@ def write_rows(
     numbers: Int[Array, "*n count"],
     whole: Bool[Array, "*n count"],
     rows: Shaped[Array, "*n count stored"],
+    *,
+    kernels: str | None = REFERENCE,
 ) -> Shaped[Array, "blocks rows stored"]:
     """Writes stored ``rows`` as row ``numbers`` of sequences with block tables ``table``.
 
     Rows that are not ``whole`` go nowhere: their index is past the pool and the write is dropped.
+    Numbers count up along a sequence. ``kernels`` is that of ``StepOptions``.
     """
-    blocks, per = pool.shape[:2]
-    place = jnp.minimum(numbers // per, table.shape[-1] - 1)
-    block = jnp.take_along_axis(table, place, axis=-1)
-    block = jnp.where(whole, block, blocks)
-    return pool.at[block, numbers % per].set(rows, mode="drop")
+    if table.ndim == 1:
+        table, numbers, whole, rows = (x[None] for x in (table, numbers, whole, rows))
+    return per_device.write_rows(pool, table, numbers, whole, rows, implementation=kernels)

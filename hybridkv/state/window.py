@@ -12,9 +12,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
 from hybridkv.geometry import Geometry
+from hybridkv.state import per_device
 from hybridkv.state.capacity import Capacity
 from hybridkv.state.layouts import window_layout
 from hybridkv.state.leaf import Leaf
+from pallas_kernels.implementations import REFERENCE
+from pallas_kernels.moves import api as moves
 from pallas_kernels.packing import api as packing
 
 
@@ -38,6 +41,36 @@ class WindowRows:
             )
 
         return cls(layers=tuple(ring(x.window) if x.window else None for x in geometry.layers))
+
+
+def write_token(
+    rings: Shaped[Array, "slots window stored"],
+    slots: Int[Array, " n"],
+    positions: Int[Array, " n"],
+    rows: Shaped[Array, "n stored"],
+    *,
+    kernels: str | None = REFERENCE,
+) -> Shaped[Array, "slots window stored"]:
+    """The rings with one more row in each of ``slots``, those past the end left out.
+
+    Args:
+      rings: of one layer.
+      slots: int32, each at most once.
+      positions: int32, of the rows.
+      rows: stored rows.
+      kernels: that of ``StepOptions``. Rings that it has no code for are written by XLA, which may
+        copy them: attention takes windows of any size and format, and rings are small. On a mesh,
+        where slots are spread over devices, XLA writes them too.
+    """
+    kernels = REFERENCE if per_device.on_mesh() else kernels
+    place = (positions % rings.shape[1])[:, None]
+    there = jnp.ones_like(place, bool)
+    try:
+        return moves.write_rows(
+            rings, slots[:, None], place, there, rows[:, None], implementation=kernels
+        )
+    except NotImplementedError:
+        return rings.at[slots, place[:, 0]].set(rows, mode="drop")
 
 
 def read_window(

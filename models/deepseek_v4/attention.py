@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from models.common import Angles, Linear, RMSNorm, rms_normalize, rotate
+from models.common import Angles, Linear, RMSNorm, gathered, rms_normalize, rotate
 from models.deepseek_v4.compressor import Compressor
 from models.deepseek_v4.config import SLIDING, SPARSE, DeepseekV4Config
 from models.deepseek_v4.indexer import Indexer
@@ -22,7 +22,8 @@ class Attention(nnx.Module):
         heads, width, dtype = config.heads, config.head_dim, config.dtype
         self.q_a = Linear(config.hidden_size, config.query_rank, dtype=dtype, rngs=rngs)
         self.q_norm = RMSNorm(config.query_rank, eps=config.norm_eps, dtype=dtype)
-        self.q_b = Linear(config.query_rank, heads * width, dtype=dtype, rngs=rngs)
+        # Each device attends for its own heads.
+        self.q_b = Linear(config.query_rank, heads * width, dtype=dtype, rngs=rngs, gather=False)
         self.kv = Linear(config.hidden_size, width, dtype=dtype, rngs=rngs)
         self.kv_norm = RMSNorm(width, eps=config.norm_eps, dtype=dtype)
         group = heads * width // config.output_groups
@@ -73,4 +74,5 @@ class Attention(nnx.Module):
         grouped = grouped.astype(kernel.dtype)
         # One product a group: XLA's CPU compiler is twice as slow at the batched form.
         latent = [grouped[..., group, :] @ kernel[group].T for group in range(self.groups)]
-        return self.o_b(jnp.concatenate(latent, axis=-1))
+        whole = gathered(jnp.stack(latent, axis=-2))
+        return self.o_b(whole.reshape(*whole.shape[:-2], -1))

@@ -39,8 +39,17 @@ CACHE_FORMATS: Mapping[str, CacheFormats] = {
     "fp8_index": CacheFormats(
         window=formats.FP8_ROPE16, rows=formats.FP8_ROPE16, index=formats.FP8_INDEX
     ),
+    "release_lanes": CacheFormats(
+        window=formats.FP8_ROPE16_LANES, rows=formats.FP8_ROPE16_LANES, index=formats.MXFP4_LANES
+    ),
+    "fp8_index_lanes": CacheFormats(
+        window=formats.FP8_ROPE16_LANES,
+        rows=formats.FP8_ROPE16_LANES,
+        index=formats.FP8_INDEX_LANES,
+    ),
     "v4.1": CacheFormats(window=formats.FP8_BLOCK32, rows=formats.FP4_E4M3, index=formats.MXFP4),
 }
 """Unrounded, rounded, the same with compressed rows in words (the bits of ``bfloat16``; rows can be
-picked fast on a TPU), as the release stores it, that with float8 index rows, as V4.1 does. A token
-of V4-Flash costs 13760, 6880, 6880, 3514.25, 3850.25 and 1914 bytes."""
+picked fast on a TPU), as the release stores it, that with float8 index rows, these two with rows
+that fill lanes (the bits of ``release`` and ``fp8_index``; TPU kernels take them), as V4.1 does. A
+token of V4-Flash costs 13760, 6880, 6880, 3514.25, 3850.25, 4132, 4804 and 1914 bytes."""

@@ -8,6 +8,7 @@ import jax
 from jaxtyping import Array, Float, Int, Shaped
 
 from hybridkv.geometry import Geometry
+from hybridkv.state import per_device
 from hybridkv.state.batch import StepOptions
 from hybridkv.state.cache import LayerCache
 from hybridkv.state.layouts import index_layout, row_layout, window_layout
@@ -15,11 +16,9 @@ from hybridkv.state.tail import CompressorTail
 from models.deepseek_v4.attention import Attention
 from models.deepseek_v4.compressor import CellInput, Compressor
 from models.deepseek_v4.indexer import IndexQuery, encode_index_rows
-from pallas_kernels.attention import api as attention_kernel
 from pallas_kernels.blocks import BlockRows
 from pallas_kernels.compression import api as compression_kernel
 from pallas_kernels.implementations import REFERENCE
-from pallas_kernels.index_scores import api as index_kernel
 from pallas_kernels.packing import api as packing
 from pallas_kernels.sequences import Active
 
@@ -59,9 +58,10 @@ def pool_after(
     """Pools each sequence's cells; the first overlaps with what its tail kept, if it ``exists``.
 
     ``kernels`` is that of ``StepOptions``. A step's few cells are not worth a kernel of their own
-    everywhere: any name but the reference's takes the first implementation that supports them.
+    everywhere: any name but the reference's takes the first implementation that supports them, and
+    on a mesh they are left to XLA.
     """
-    name = REFERENCE if kernels == REFERENCE else None
+    name = REFERENCE if kernels == REFERENCE or per_device.on_mesh() else None
     pool = functools.partial(compression_kernel.pool_cells, implementation=name)
     if tail.earlier_kv is None or tail.earlier_gate is None:
         return jax.vmap(lambda c: pool(c.kv, c.gate, None))(cells)
@@ -117,7 +117,7 @@ def layer_attention(
     if queries.index is not None:
         assert queries.visible is not None
         assert layer.index is not None
-        picks = index_kernel.pick_rows(
+        picks = per_device.pick_rows(
             queries.index.queries,
             queries.index.weights,
             BlockRows(layer.index, queries.table),
@@ -129,7 +129,7 @@ def layer_attention(
             sequential=options.sequential,
             implementation=options.kernels,
         )
-    return attention_kernel.attend(
+    return per_device.attend(
         queries.q,
         local,
         queries.first,

@@ -15,7 +15,7 @@ from hybridkv.state.cache import Cache, LayerCache
 from hybridkv.state.compressed import write_rows
 from hybridkv.state.layouts import index_layout, window_layout
 from hybridkv.state.tail import CompressorTail
-from hybridkv.state.window import read_window
+from hybridkv.state.window import read_window, write_token
 from models.common import rotary_angles
 from models.deepseek_v4.cached import Encode, Queries, compress_layer, layer_attention, pool_after
 from models.deepseek_v4.compressor import CellInput, Compressor
@@ -50,10 +50,7 @@ def decode_step(
         positions=cache.lengths,
         write=jnp.where(batch.active, numbers, cache.slots),
         active=batch.active,
-        sequences=Active(
-            jnp.argsort(jnp.logical_not(batch.active), stable=True).astype(jnp.int32),
-            jnp.sum(batch.active.astype(jnp.int32)),
-        ),
+        sequences=Active.of(batch.active),
         table=cache.block_table,
     )
     tokens = jnp.where(batch.active, batch.tokens, 0)
@@ -84,7 +81,7 @@ def _attention(
         row = packing.encode(attention.rows(x, angles), window_layout(geometry))
         assert layer.window is not None
         # Written before it is read: the other order makes XLA copy the ring.
-        window = layer.window.at[slots.write, positions % config.window].set(row, mode="drop")
+        window = write_token(layer.window, slots.write, positions, row, kernels=options.kernels)
         new = dataclasses.replace(layer, window=window)
         buffer = read_window(window, positions + 1, config.window)
         compress = functools.partial(_compress, inputs, slots, frequencies, options.kernels)
@@ -142,7 +139,8 @@ def _compress(
     form = jax.eval_shape(row)
     # Most steps complete no cell: they skip the pooling, which at ratio 128 is half the layer.
     rows = jax.lax.cond(jnp.any(closes), row, lambda: jnp.zeros(form.shape, form.dtype))
-    pool = write_rows(pool, slots.table, number[:, None], closes[:, None], rows[:, None])
+    new = number[:, None], closes[:, None], rows[:, None]
+    pool = write_rows(pool, slots.table, *new, kernels=kernels)
     return pool, _close(tail, closes, slots.write)
 
 

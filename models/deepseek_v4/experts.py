@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from hybridkv.arithmetic import cdiv
-from models.common import Linear
+from models.common import Linear, everywhere, gathered
 from models.deepseek_v4.config import DeepseekV4Config
 
 
@@ -111,10 +111,10 @@ class Experts(nnx.Module):
         total = jnp.zeros(x.shape, jnp.float32)
         for expert in range(up.shape[0]):
             share = jnp.sum(jnp.where(picks == expert, weights, 0.0), axis=1)
-            hidden = clipped_swiglu(x.astype(up.dtype) @ up[expert].T, self.limit)
+            hidden = clipped_swiglu(gathered(x.astype(up.dtype) @ up[expert].T), self.limit)
             hidden = (hidden.astype(jnp.float32) * share[:, None]).astype(up.dtype)
             total = total + (hidden @ down[expert].T).astype(jnp.float32)
-        return total
+        return gathered(total)
 
     def _routed(
         self,
@@ -126,14 +126,14 @@ class Experts(nnx.Module):
     ) -> Float[Array, "n k hidden"]:
         """Each picked expert's output, float32, by groups of ``rows`` tokens of one expert."""
         up, down = self.up[...], self.down[...]
-        experts = up.shape[0]
+        experts, x, picks = up.shape[0], everywhere(x), everywhere(picks)
         pairs = None if active is None else jnp.repeat(active, picks.shape[1])
         order, group_expert, source, used = group_rows(picks.reshape(-1), experts, rows, pairs)
 
         def group(i: jax.Array) -> jax.Array:
             tokens = jax.lax.dynamic_slice(source, (i * rows,), (rows,)) // picks.shape[1]
             inputs = x[jnp.minimum(tokens, x.shape[0] - 1)].astype(up.dtype)
-            hidden = clipped_swiglu(inputs @ up[group_expert[i]].T, self.limit)
+            hidden = clipped_swiglu(gathered(inputs @ up[group_expert[i]].T), self.limit)
             return (hidden @ down[group_expert[i]].T).astype(jnp.float32)
 
         groups = group_expert.shape[0]
@@ -146,7 +146,7 @@ class Experts(nnx.Module):
 
             empty = jnp.zeros((groups * rows, x.shape[1]), jnp.float32)
             out = jax.lax.fori_loop(0, used, body, empty)
-        out = out[order].reshape(*picks.shape, -1)
+        out = gathered(out)[order].reshape(*picks.shape, -1)
         return out if active is None else jnp.where(active[:, None, None], out, 0.0)
 
 

@@ -15,13 +15,18 @@ class DeepseekV4Runtime(ModuleRuntime):
     """A DeepSeek-V4 over a cache of the five kinds."""
 
     def __init__(
-        self, model: DeepseekV4, *, format: RowFormat | CacheFormats | None = None
+        self,
+        model: DeepseekV4,
+        *,
+        format: RowFormat | CacheFormats | None = None,
+        cells_per_block: int = 1,
     ) -> None:
         """Takes a model and how its rows are stored.
 
         Args:
           model: its weights.
           format: of all rows, or of each sort (see ``CACHE_FORMATS``); None for the model's dtype.
+          cells_per_block: see ``Geometry``. TPU kernels take packed rows in blocks of at least 4.
 
         Raises:
           ConfigError: the model's rows cannot be stored like that.
@@ -29,7 +34,10 @@ class DeepseekV4Runtime(ModuleRuntime):
         format = format or formats.plain(model.config.dtype)
         chosen = CacheFormats.uniform(format) if isinstance(format, RowFormat) else format
         geometry = model.config.geometry(
-            window_format=chosen.window, row_format=chosen.rows, index_format=chosen.index
+            window_format=chosen.window,
+            row_format=chosen.rows,
+            index_format=chosen.index,
+            cells_per_block=cells_per_block,
         )
         super().__init__(model, geometry, tile=tile_step, decode=decode_step)
 

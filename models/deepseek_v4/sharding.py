@@ -1,14 +1,18 @@
-"""Where the parameters of a DeepSeek-V4 stand on a mesh; XLA's partitioner does the rest.
+"""Where the parameters of a DeepSeek-V4 stand on a mesh.
 
 Each matrix is split along its outputs (heads, vocabulary, channels), never along what its product
 sums over: activations, which are small in a decode step, are what is gathered. Experts are split
 inside each expert, so that every device works on every token whatever is picked, and a traced
 expert number never indexes a split axis.
 
-The partitioner still splits the sums of norms and of index heads, whose terms stand apart: bits
-depend on the mesh, which is part of a prefix's identity.
+XLA's partitioner does the rest. Trace a step under the mesh (``jax.set_mesh``): then kernels are
+split (``hybridkv.state.per_device``), and what a product gives is gathered before anything sums
+over it (``models.common.gathered``). Otherwise the partitioner splits the sums of norms and of
+index heads too, and there are no kernels. Bits depend on the mesh, which is part of a prefix's
+identity.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,15 +21,22 @@ from flax import nnx
 
 from models.deepseek_v4.model import DeepseekV4
 
-DEFAULT_RULES: Mapping[str, str] = {
+Rules = Mapping[str, str | tuple[str, ...]]
+"""Logical axis to a mesh axis, or to several."""
+DEFAULT_RULES: Rules = {
     "heads": "model",
     "index_heads": "model",
     "vocab": "model",
     "outputs": "model",
     "experts": "expert",
 }
-"""Logical axis to mesh axis, as ``hybridkv.state.leaf.DEFAULT_RULES`` is for the cache. A mesh
-without one of these axes leaves it whole."""
+"""As ``hybridkv.state.leaf.DEFAULT_RULES`` is for the cache. A mesh without an axis leaves it
+whole."""
+SPREAD_RULES: Rules = {
+    name: ("data", "model") if axis == "model" else axis for name, axis in DEFAULT_RULES.items()
+}
+"""Matrices are split over the devices that share out the sequences too, rather than copied to each
+group of them: for models that are large beside their batch."""
 
 AXES: Mapping[tuple[str, ...], tuple[str | None, ...]] = {
     ("embed",): ("vocab", None),
@@ -58,9 +69,7 @@ def logical_axes(path: tuple[Any, ...], rank: int) -> tuple[str | None, ...]:
     return (None,) * rank
 
 
-def shardings(
-    model: DeepseekV4, mesh: jax.sharding.Mesh, rules: Mapping[str, str] = DEFAULT_RULES
-) -> Any:
+def shardings(model: DeepseekV4, mesh: jax.sharding.Mesh, rules: Rules = DEFAULT_RULES) -> Any:
     """A ``NamedSharding`` for each parameter of ``model``, which may be abstract.
 
     An axis that the mesh axis does not divide stays whole.
@@ -68,17 +77,17 @@ def shardings(
     Args:
       model: the module, or what ``nnx.eval_shape`` makes of it.
       mesh: of axes named in ``rules``.
-      rules: logical axis to mesh axis.
+      rules: which of them each logical axis is split over.
 
     Returns:
       A tree like ``nnx.state(model)``; its leaves stand in the order of ``ModuleRuntime.params``.
     """
 
     def one(path: tuple[Any, ...], parameter: Any) -> jax.sharding.NamedSharding:
-        axes = [rules.get(axis) if axis else None for axis in logical_axes(path, parameter.ndim)]
+        logical = logical_axes(path, parameter.ndim)
         spec = [
-            axis if axis in mesh.shape and size % mesh.shape[axis] == 0 else None
-            for axis, size in zip(axes, parameter.shape, strict=True)
+            _mesh_axes(rules.get(axis) if axis else None, size, mesh)
+            for axis, size in zip(logical, parameter.shape, strict=True)
         ]
         return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
 
@@ -86,3 +95,14 @@ def shardings(
     flat = [(path, one(path, parameter)) for path, parameter in nnx.to_flat_state(state)]
     leaves = [value for _, value in flat]
     return jax.tree.unflatten(jax.tree.structure(state), leaves)
+
+
+def _mesh_axes(
+    axes: str | tuple[str, ...] | None, size: int, mesh: jax.sharding.Mesh
+) -> str | tuple[str, ...] | None:
+    """Those of ``axes`` that the mesh has, if together they divide ``size``."""
+    names = (axes,) if isinstance(axes, str) else axes or ()
+    there = tuple(name for name in names if name in mesh.shape)
+    if not there or size % math.prod(mesh.shape[name] for name in there):
+        return None
+    return there[0] if len(there) == 1 else there

@@ -164,7 +164,7 @@ def _compress(
     rows = compressor.finish(pooled, rotary_angles(number * ratio, frequencies))
     end = (number + 1) * ratio
     whole = (end <= lanes.ends[:, None]) & (end > lanes.write_from[:, None])
-    pool = write_rows(pool, lanes.table, number, whole, encode(rows))
+    pool = write_rows(pool, lanes.table, number, whole, encode(rows), kernels=kernels)
     tail = tail_after(kv, gate, tail, lanes.starts, lanes.ends)
     return pool, jax.tree.map(
         lambda all_, new: all_.at[lanes.slots].set(new, mode="drop"), tails, tail

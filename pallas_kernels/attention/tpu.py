@@ -22,12 +22,12 @@ from jaxtyping import Array, Float, Int, Shaped
 from pallas_kernels.attention import tpu_gather, tpu_packed
 from pallas_kernels.attention.tpu_kernel import kernel
 from pallas_kernels.attention.tpu_plan import (
-    BUFFERS,
     LANES,
     SUBLANES,
     KeyBlocks,
     Plan,
     Scalars,
+    Staging,
     cdiv,
     scalar_bytes,
     scalars,
@@ -38,6 +38,7 @@ from pallas_kernels.interpreting import interpret_params
 from pallas_kernels.packing.layout import Format, RowLayout
 from pallas_kernels.packing.tpu_rows import UNIT, refusal
 from pallas_kernels.sequences import Active
+from pallas_kernels.tuning.table import tuned
 
 SCALARS_LIMIT = 768 * 1024
 """Bytes of block table and work list that are put into scalar memory, which has 1 MiB."""
@@ -171,6 +172,7 @@ def _attend(
         local_dtype=_multiplied_in(local_format),
         rows=blocks,
         local_packed=_packed(local_format),
+        staging=tuned("attention/tpu", Staging(), format=_name(format), width=q.shape[-1]),
     )
     local, pool = _padded(local, plan), _grouped(pool)
     _check_memory(plan, n, table.size, local, pool)
@@ -209,12 +211,14 @@ def _call(
         ],
         out_specs=pl.BlockSpec(queries, lambda i, j, order, *_: (order[i], j, 0, 0)),
         scratch_shapes=[
-            pltpu.VMEM((BUFFERS, plan.rows.item // pool.shape[2], *pool.shape[2:]), pool.dtype),
+            pltpu.VMEM(
+                (plan.staging.buffers, plan.rows.item // pool.shape[2], *pool.shape[2:]), pool.dtype
+            ),
             pltpu.VMEM((plan.lines, width), plan.rows.dtype),
             pltpu.VMEM((plan.lines, width), jnp.float32),
             statistics,
             statistics,
-            pltpu.SemaphoreType.DMA((BUFFERS,)),
+            pltpu.SemaphoreType.DMA((plan.staging.buffers,)),
             *tpu_packed.shapes(plan),
         ],
     )
@@ -240,6 +244,10 @@ def _no_rows(n: int, width: int, dtype: Any) -> BlockRows:
 def _packed(format: Format) -> RowLayout | None:
     """The layout of rows that are decoded."""
     return format if isinstance(format, RowLayout) else None
+
+
+def _name(format: Format) -> str:
+    return format.name if isinstance(format, RowLayout) else format
 
 
 def _multiplied_in(format: Format) -> Any:
@@ -311,9 +319,8 @@ def _check_memory(
         )
     width = local.shape[-1]
     # Both sides of a task are buffered twice; its sums, logits and weights are there once.
-    vectors = (
-        2 * local.nbytes // n + BUFFERS * plan.rows.item * pool.shape[-1] * pool.dtype.itemsize
-    )
+    item = plan.rows.item * pool.shape[-1] * pool.dtype.itemsize
+    vectors = 2 * local.nbytes // n + plan.staging.buffers * item
     vectors += plan.lines * (6 * width + 3 * plan.rows.item) * 4 + tpu_packed.memory(plan)
     if vectors > VECTORS_LIMIT:
         raise NotImplementedError(

@@ -14,6 +14,7 @@ together: of 8 rows (sublanes) the same 128 words (lanes). So the pool and the r
 lines without moving a byte.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -27,11 +28,10 @@ from jaxtyping import Array, Int, Shaped
 from pallas_kernels.attention.tpu_plan import LANES, SUBLANES, cdiv
 from pallas_kernels.blocks import BlockRows
 from pallas_kernels.interpreting import interpret_params
+from pallas_kernels.tuning.table import tuned
 
 UNIT = 32
 """Picks whose rows are copied at once. A unit that begins with a free place is left out."""
-_ROUND = 128
-"""Most picks of a round."""
 _ROUND_BYTES = 128 * 1024
 """Most bytes of rows that a round has in a subcore's memory, which has 256 KiB or more."""
 _INTERPRETED = (1, 1, 8)
@@ -41,6 +41,14 @@ _INTERPRETED_CHIP = jax.sharding.AbstractDevice(
 )
 NO_ROW = jnp.iinfo(jnp.int32).max
 """A place without a pick."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staging:
+    """How much a subcore has under way at once. Decides speed, and no bit."""
+
+    picks: int = 128
+    """Most picks of a round."""
 
 
 class Subcores(NamedTuple):
@@ -125,7 +133,8 @@ def gather(
 def _sizes(rows: BlockRows, shape: tuple[int, int, int], here: Subcores) -> _Sizes:
     n, t, places = shape
     blocks, per, words = rows.pool.shape
-    fits = min(_ROUND, _ROUND_BYTES // (4 * words))
+    most = tuned("attention/gather/tpu", Staging(), width=words).picks
+    fits = min(most, _ROUND_BYTES // (4 * words))
     # Enough rounds that every subcore has one, as long as a round has a unit.
     wanted = n * t * places // (here.cores * here.subcores)
     sizes = (128, 64, 32) if places % 128 == 0 else (64, 32) if places % 64 == 0 else (32,)

@@ -4,7 +4,7 @@
                              |
                       sink, division ----> output
 
-Key blocks are copied from HBM by hand, an item at a time, ``AHEAD`` items before they are summed.
+Key blocks are copied from HBM by hand, an item at a time, some items before they are summed.
 
 A single query's sums are chains of dependent steps that leave most units idle. There, the window
 and the first key block are summed at once, and two later blocks are an item: their logits are
@@ -24,8 +24,6 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.attention import tpu_packed
 from pallas_kernels.attention.tpu_plan import (
-    AHEAD,
-    BUFFERS,
     LANES,
     Plan,
     Scalars,
@@ -55,7 +53,7 @@ class Refs(NamedTuple):
     out: Any
     """float32 ``[1, queries, heads, width]``"""
     keys: Any
-    """Stored ``[BUFFERS, item / group, group, width]``"""
+    """Stored ``[buffers, item / group, group, width]``"""
     queries: Any
     """``[lines, width]``: the queries, scaled, as rows are multiplied."""
     acc: Any
@@ -65,7 +63,7 @@ class Refs(NamedTuple):
     total: Any
     """float32 ``[lines, LANES]``: sum of weights."""
     arrived: Any
-    """``[BUFFERS]`` DMA semaphores."""
+    """``[buffers]`` DMA semaphores."""
     packed: tuple[tpu_packed.Side | None, tpu_packed.Side | None]
     """Decoders of key blocks and of the window."""
 
@@ -91,7 +89,7 @@ def kernel(*refs: Any, plan: Plan) -> None:
 
     @pl.when((place == 0) & (chunk == 0))
     def _() -> None:
-        for item in range(AHEAD):
+        for item in range(plan.ahead):
             _start(item, scalars, arrays, plan)
         for side in arrays.packed:
             if side is not None:
@@ -122,10 +120,10 @@ def _task(place: Any, chunk: Any, scalars: Scalars, refs: Refs, plan: Plan) -> N
 
     def arrive(number: Any) -> None:
         item = base + number
-        _wait(item, scalars, refs)
+        _wait(item, scalars, refs, plan)
         for j in range(2 if paired else 1):
             block = first_block(number, plan.rows) + j
-            _clear(refs.keys, item & (BUFFERS - 1), j, plan, length - block * size)
+            _clear(refs.keys, plan.slot(item), j, plan, length - block * size)
 
     def part(number: Any, j: int, rows: jax.Array) -> Part:
         row = lax.broadcasted_iota(jnp.int32, (1, size), 1)
@@ -144,7 +142,7 @@ def _task(place: Any, chunk: Any, scalars: Scalars, refs: Refs, plan: Plan) -> N
         if first:
             parts[0].insert(0, window())
         # Between the products, so that the scalar work of the copies runs beside them.
-        _sum(parts, refs, plan, first, lambda: _start(item + AHEAD, scalars, refs, plan))
+        _sum(parts, refs, plan, first, lambda: _start(item + plan.ahead, scalars, refs, plan))
 
     def one(number: jax.Array, _: None) -> None:
         arrive(number)
@@ -200,7 +198,7 @@ def _packed_task(stream: Stream, length: Any, scalars: Scalars, refs: Refs, plan
         _decode(stream.base + number, j, place, refs, plan)
 
     def start(number: Any) -> None:
-        _start(stream.base + number + AHEAD, scalars, refs, plan)
+        _start(stream.base + number + plan.ahead, scalars, refs, plan)
 
     def join(number: Any, j: int, place: int, beside: Callable[[], None]) -> None:
         part = stream.part(number, j, side.get(size, place))
@@ -289,7 +287,7 @@ def _window_start(chunk: Any, plan: Plan) -> tuple[Any, Any]:
 
 def _start(item: Any, scalars: Scalars, refs: Refs, plan: Plan) -> None:
     """Starts the copies of an item's cache blocks; past the last item there are none."""
-    begin, many, slot = scalars.begin[item], scalars.many[item], item & (BUFFERS - 1)
+    begin, many, slot = scalars.begin[item], scalars.many[item], plan.slot(item)
     groups = refs.pool.shape[1]
 
     def some(first: Any, most: int) -> None:
@@ -309,9 +307,9 @@ def _start(item: Any, scalars: Scalars, refs: Refs, plan: Plan) -> None:
         lax.fori_loop(0, steps, lambda i, _: some(i * _STEP, _STEP), None)
 
 
-def _wait(item: Any, scalars: Scalars, refs: Refs) -> None:
+def _wait(item: Any, scalars: Scalars, refs: Refs, plan: Plan) -> None:
     """Waits for what ``_start`` started: as many bytes, in one go."""
-    slot = item & (BUFFERS - 1)
+    slot = plan.slot(item)
     part = refs.keys.at[slot, pl.ds(0, scalars.many[item] * refs.pool.shape[1])]
     pltpu.make_async_copy(part, part, refs.arrived.at[slot]).wait()
 
@@ -319,7 +317,7 @@ def _wait(item: Any, scalars: Scalars, refs: Refs) -> None:
 def _key_block(item: Any, j: int, refs: Refs, plan: Plan) -> jax.Array:
     """Rows ``[size, width]`` of key block ``j`` of an item that has arrived."""
     size, groups = plan.rows.size, plan.rows.size // refs.keys.shape[2]
-    stored = refs.keys[item & (BUFFERS - 1), j * groups : (j + 1) * groups]
+    stored = refs.keys[plan.slot(item), j * groups : (j + 1) * groups]
     return _multiplied(stored.reshape(size, stored.shape[-1]), plan.rows.dtype)
 
 
@@ -328,7 +326,7 @@ def _decode(item: Any, j: int, place: int, refs: Refs, plan: Plan) -> None:
     side, size = refs.packed[0], plan.rows.size
     assert side is not None
     groups = size // refs.keys.shape[2]
-    side.put(refs.keys.at[item & (BUFFERS - 1)], j * groups, size, place)
+    side.put(refs.keys.at[plan.slot(item)], j * groups, size, place)
 
 
 def _clear(keys: Any, slot: Any, j: int, plan: Plan, length: Any) -> None:

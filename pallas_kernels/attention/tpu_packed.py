@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.attention.tpu_plan import Plan
 from pallas_kernels.packing.layout import RowLayout
-from pallas_kernels.packing.tpu_rows import UNIT, Decoder, Scratch, clear, converts_e4m3fn
+from pallas_kernels.packing.tpu_rows import UNIT, Decoder, Scratch, chip, clear
 
 Ref = Any
 
@@ -24,7 +24,7 @@ class Side(NamedTuple):
 
     decoder: Decoder
     rows: Ref
-    """bfloat16 ``[rows, width]``"""
+    """int32 ``[rows / 2, width]``: bfloat16, two rows a word."""
     scratch: Scratch
 
     def put(self, stored: Ref, first: Any, rows: int, place: int = 0) -> None:
@@ -42,17 +42,16 @@ class Side(NamedTuple):
             part = stored[pl.ds(first + unit * groups, groups)]
             return part.reshape(UNIT, part.shape[-1])
 
-        own = slice(place * rows, (place + 1) * rows)
-        words = slice(own.start // 2, own.stop // 2)
-        scratch = self.scratch._replace(
-            exponents=self.scratch.exponents.at[words],
-            rope=self.scratch.rope.at[words],
-        )
-        self.decoder.decode(load, rows, self.rows.at[own], scratch)
+        words = slice(place * rows // 2, (place + 1) * rows // 2)
+        scratch = self.scratch
+        if not self.decoder.chip.halves:
+            scratch = scratch._replace(factors=scratch.factors.at[words])
+        self.decoder.decode(load, rows, self.rows.at[words], scratch)
 
     def get(self, rows: int, place: int = 0) -> jax.Array:
         """bfloat16 ``[rows, width]``: the values that were put at ``place``."""
-        return self.rows[place * rows : (place + 1) * rows, :]
+        words = self.rows[place * rows // 2 : (place + 1) * rows // 2, :]
+        return pltpu.bitcast(words, jnp.bfloat16)
 
 
 def shapes(plan: Plan) -> list[Any]:
@@ -60,8 +59,8 @@ def shapes(plan: Plan) -> list[Any]:
     found = []
     for layout, rows in _layouts(plan):
         if layout is not None:
-            found.append(pltpu.VMEM((rows, layout.width), jnp.bfloat16))
-            found += Decoder(layout, converts_e4m3fn()).scratch(rows)
+            found.append(pltpu.VMEM((rows // 2, layout.width), jnp.int32))
+            found += Decoder(layout, chip()).scratch(rows)
     return found
 
 
@@ -72,15 +71,15 @@ def sides(plan: Plan, refs: tuple[Ref, ...]) -> tuple[Side | None, Side | None]:
         if layout is None:
             found.append(None)
             continue
-        own, refs = refs[:4], refs[4:]
-        found.append(Side(Decoder(layout, converts_e4m3fn()), own[0], Scratch(*own[1:])))
+        own, refs = refs[:3], refs[3:]
+        found.append(Side(Decoder(layout, chip()), own[0], Scratch(*own[1:])))
     return found[0], found[1]
 
 
 def memory(plan: Plan) -> int:
     """Bytes of ``shapes``."""
     return sum(
-        layout.width * 2 * (rows + 128) + 4 * rows * 128
+        layout.width * 2 * (rows + 128) + 2 * rows * 128
         for layout, rows in _layouts(plan)
         if layout is not None
     )

@@ -21,9 +21,18 @@ from pallas_kernels.sequences import Active
 LANES = 128
 """Width of a vector register."""
 SUBLANES = 8
-BUFFERS = 4
-"""Items in fast memory: one is summed, the others are on their way. A power of two."""
-AHEAD = BUFFERS - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staging:
+    """How much is under way at once. Decides speed, and no bit."""
+
+    buffers: int = 4
+    """Items in fast memory: one is summed, the others are on their way. A power of two."""
+
+    def __post_init__(self) -> None:
+        if self.buffers < 2 or self.buffers & (self.buffers - 1):
+            raise ValueError(f"{self.buffers} buffers: give 2, 4 or another power of two")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +88,16 @@ class Plan:
     rows: KeyBlocks
     local_packed: RowLayout | None = None
     """As ``rows.packed``, of window rows."""
+    staging: Staging = Staging()
+
+    @property
+    def ahead(self) -> int:
+        """How many items before its sum an item is copied."""
+        return self.staging.buffers - 1
+
+    def slot(self, item: Any) -> Any:
+        """Which buffer an item is in."""
+        return item & (self.staging.buffers - 1)
 
     @property
     def window_group(self) -> int:
@@ -114,9 +133,9 @@ class Scalars(NamedTuple):
     offset: Any
     """``[tasks + 1]``: a task's first item, and how many there are in all."""
     begin: Any
-    """``[items + AHEAD]``: an item's first cache block: its place in ``table`` or in the pool."""
+    """``[items + ahead]``: an item's first cache block: its place in ``table`` or in the pool."""
     many: Any
-    """``[items + AHEAD]``: an item's cache blocks; 0 past the last item."""
+    """``[items + ahead]``: an item's cache blocks; 0 past the last item."""
 
 
 def scalars(
@@ -139,7 +158,7 @@ def scalars(
     end = jnp.cumsum(_items(length, rows), dtype=jnp.int32)
     offset = jnp.concatenate([jnp.zeros((1,), jnp.int32), end])
     # Of every item: the task it belongs to (those that end before it are counted), its number.
-    item = jnp.arange(length.size * rows.most_items + AHEAD, dtype=jnp.int32)
+    item = jnp.arange(length.size * rows.most_items + plan.ahead, dtype=jnp.int32)
     task = jnp.searchsorted(end, item, side="right", method="compare_all").astype(jnp.int32)
     there = task < length.size
     task = jnp.minimum(task, length.size - 1)
@@ -163,7 +182,7 @@ def scalars(
 def scalar_bytes(plan: Plan, n: int, table_entries: int) -> int:
     """Bytes of ``scalars``."""
     tasks = n * plan.tasks
-    items = tasks * plan.rows.most_items + AHEAD
+    items = tasks * plan.rows.most_items + plan.ahead
     return 4 * (2 * n + 1 + n * plan.t + table_entries + 2 * tasks + 1 + 2 * items)
 
 

@@ -32,17 +32,29 @@ from pallas_kernels.index_scores.tpu_topk import CHUNK, LANES, NO_ROW, TILE, cdi
 from pallas_kernels.interpreting import interpret_params
 from pallas_kernels.packing.layout import Format, RowLayout
 from pallas_kernels.sequences import Active
+from pallas_kernels.tuning.table import tuned
 
 Ref = Any
 _STORED = {"float32": jnp.float32, "bfloat16": jnp.uint16}
 _QUERIES = 8
 """Queries of one sequence that share the rows that stream in."""
-_DEPTH = 6
 _TABLES = 3
 """Table rows in SMEM: of the item at work, the next, and the one on its way."""
 _VMEM_BYTES, _VMEM_REST = 48 * 2**20, 8 * 2**20
 """What rows and scores may take of VMEM, and what is left for queries, picks and registers."""
 _SMEM_BYTES = 2**19
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Staging:
+    """How much is under way at once. Decides speed, and no bit."""
+
+    depth: int = 6
+    """Chunks of rows in fast memory: one is scored, the others are on their way."""
+
+    def __post_init__(self) -> None:
+        if self.depth < 2:
+            raise ValueError("a depth of 1: nothing would be on its way while rows are scored")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +76,7 @@ class Sizes:
     row_bytes: int
     """Of a buffered row, which fills whole lanes."""
     packed: Packed | None
+    staging: Staging
 
     @property
     def decoded(self) -> tuple[int, int]:
@@ -75,7 +88,7 @@ class Sizes:
     @property
     def vmem_bytes(self) -> int:
         """Of buffered and decoded rows, scores and keys."""
-        buffers = _DEPTH * self.chunk_blocks * self.per * self.row_bytes
+        buffers = self.staging.depth * self.chunk_blocks * self.per * self.row_bytes
         decoded = 2 * self.decoded[0] * self.decoded[1]
         return buffers + decoded + 4 * self.capacity * (self.group + 1)
 
@@ -191,12 +204,17 @@ def _sizes(queries: jax.Array, rows: BlockRows, topk: int, key_block: int, forma
         parts=1 if format == "float32" else 3,
         row_bytes=cdiv(stored, LANES) * LANES * rows.pool.dtype.itemsize,
         packed=packed,
+        staging=tuned("index_scores/tpu", Staging(), format=_name(format), width=width),
     )
     if sizes.vmem_bytes > _VMEM_BYTES:
         raise NotImplementedError(f"scores of {sizes.capacity} rows do not fit in VMEM")
     if sizes.smem_bytes > _SMEM_BYTES:
         raise NotImplementedError(f"the blocks of {sizes.capacity} rows do not fit in SMEM")
     return sizes
+
+
+def _name(format: Format) -> str:
+    return format.name if isinstance(format, RowLayout) else format
 
 
 def _packed(rows: BlockRows, width: int, format: Format) -> Packed | None:
@@ -245,14 +263,14 @@ def _scratch(sizes: Sizes, pool: Any, table: tuple[int, ...]) -> list[Any]:
     return [
         pltpu.SMEM((_TABLES, *table), jnp.int32),
         pltpu.SMEM((1,), jnp.int32),
-        pltpu.VMEM((_DEPTH, sizes.chunk_blocks, *pool.shape[1:]), pool.dtype),
+        pltpu.VMEM((sizes.staging.depth, sizes.chunk_blocks, *pool.shape[1:]), pool.dtype),
         pltpu.VMEM((sizes.group, tiles, 8, LANES), jnp.float32),
         pltpu.VMEM((sizes.group, sizes.heads, PRODUCT_ROWS), jnp.float32),
         pltpu.VMEM((tiles * 8, LANES), jnp.int32),
         pltpu.VMEM((LANES, sizes.places), jnp.float32),
         pltpu.VMEM(sizes.decoded, jnp.bfloat16),
         pltpu.SemaphoreType.DMA((_TABLES,)),
-        pltpu.SemaphoreType.DMA((_DEPTH,)),
+        pltpu.SemaphoreType.DMA((sizes.staging.depth,)),
     ]
 
 

@@ -1,12 +1,13 @@
 """Packed index rows in the TPU kernel of index scores: what is multiplied, and what is scaled.
 
-    mxfp4       bytes -> nibbles -> bfloat16 times its scale, all in 32-bit words: exact.
+    mxfp4       bytes -> nibbles -> bfloat16 twice their value, in 32-bit words: exact.
                 Lanes are channels 0, 2, 4 ... 1, 3, 5 ..., and so are the queries'. Of each 512
                 rows the even ones come first: scores are put in order, not rows.
     fp8_index   codes -> bfloat16, exact. The bytes of the float32 scale are 128 more lanes; one
                 product gives hits and scales, which then meet in float32.
 
-Magnitudes below ``2 ** -126`` count as zero, as in all arithmetic of a TPU.
+Magnitudes below ``2 ** -126`` count as zero, as in all arithmetic of a TPU. UE8M0 scales of
+``2 ** 125`` and more, which only numbers near the largest have, may count as NaN.
 """
 
 import dataclasses
@@ -36,8 +37,6 @@ _BYTE = _int(0x01010101)
 _SIGNS = _int(0x80008000)
 _EXPONENTS = _int(0x7F807F80)
 _MAGNITUDES = _int(0x01C001C0)
-_HALF = _int(0x3F003F00)
-"""Two bfloat16 of 1/2, the value of an e2m1 code with the smallest exponent."""
 
 
 def refusal(layout: RowLayout) -> str | None:
@@ -57,7 +56,7 @@ class Packed:
 
     @property
     def fp4(self) -> bool:
-        """Whether rows come in another order, or else with their scales beside them."""
+        """Whether channels come in another order, or else rows with their scales beside them."""
         return self.layout.coding.bits == 4
 
     @property
@@ -129,13 +128,14 @@ class Packed:
             (nibbles << 6, nibbles << 12, codes << 7),
             (nibbles >> 2, nibbles << 4, codes >> 1),
         ):
-            # Half the codes have no hidden bit: below 1, twice the value less 1 is meant.
-            value = pltpu.bitcast((magnitude & _MAGNITUDES) + _HALF, jnp.bfloat16)
-            one, none = jnp.bfloat16(1), jnp.bfloat16(0)
-            value = value + jnp.minimum(value - one, none)
-            scale = pltpu.bitcast(exponent & _EXPONENTS, jnp.bfloat16)
-            # Infinity is the scale NaN: less itself it is NaN, other scales are zero.
-            value = value * scale + (scale - scale)
+            scale = exponent & _EXPONENTS
+            # What a code and its scale are as a float: twice their product for codes from 1 on.
+            # Codes of 0 and 1/2 have no hidden bit: they come out as 1 and 3/2 times the scale,
+            # and are 0 and 1/2 above it.
+            unit = pltpu.bitcast(scale, jnp.bfloat16)
+            above = pltpu.bitcast((magnitude & _MAGNITUDES) + scale, jnp.bfloat16) - unit
+            # The scale NaN is infinity here: above is then NaN or its negative, and the sum NaN.
+            value = above + jnp.minimum(unit, jnp.abs(above))
             bits = pltpu.bitcast(value, jnp.int32) | (sign & _SIGNS)
             sides.append(pltpu.bitcast(bits, jnp.bfloat16))
         return jnp.concatenate(sides, axis=0)
@@ -143,27 +143,32 @@ class Packed:
     def _bytes(self, words: Int[Array, "words 256"]) -> Array:
         """Codes, then the bytes of the scale; flags of codes that are NaN in other lanes."""
         codes, rest = words[:, :LANES], words[:, LANES:]
-        magnitude = codes & (127 * _BYTE)
-        undefined = (magnitude + _BYTE) & _int(0x80808080)
-        fn = converts_e4m3fn()
-        # Without that instruction: e4m3b11fnuz is a sixteenth, but for minus zero and NaN.
-        codes = codes & ((magnitude + 127 * _BYTE) | (127 * _BYTE))
-        code = jnp.float8_e4m3fn if fn else jnp.float8_e4m3b11fnuz
-        value = lax.bitcast_convert_type(pltpu.bitcast(codes, jnp.uint8), code)
-        value = value.astype(jnp.float32).astype(jnp.bfloat16)
-        if fn:
-            value = value * jnp.bfloat16(1 / 16)
-        flags = undefined | pltpu.roll(undefined, LANES // 2, 1)
         lane = lax.broadcasted_iota(jnp.int32, rest.shape, 1)
-        rest = jnp.where(lane < 4, rest, jnp.where(lane >= _FLAGS, flags, 0))
+        flags = jnp.zeros_like(rest)
+        if not converts_e4m3fn():
+            # Without that instruction: e4m3b11fnuz is a sixteenth, but for minus zero and NaN.
+            magnitude = codes & (127 * _BYTE)
+            undefined = (magnitude + _BYTE) & _int(0x80808080)
+            flags = jnp.where(lane >= _FLAGS, undefined | pltpu.roll(undefined, LANES // 2, 1), 0)
+            codes = codes & ((magnitude + 127 * _BYTE) | (127 * _BYTE))
+        value = lax.bitcast_convert_type(pltpu.bitcast(codes, jnp.uint8), _code())
+        if not converts_e4m3fn():
+            value = value.astype(jnp.float32)
+        rest = jnp.where(lane < 4, rest, flags)
         # Of a flag any number but zero will do; bytes are exact.
         beside = pltpu.bitcast(rest, jnp.uint8).astype(jnp.int32).astype(jnp.float32)
-        return jnp.concatenate([value, beside.astype(jnp.bfloat16)], axis=1)
+        return jnp.concatenate([value.astype(jnp.bfloat16), beside.astype(jnp.bfloat16)], axis=1)
+
+
+def _code() -> Any:
+    """The type of codes that the chip converts."""
+    return jnp.float8_e4m3fn if converts_e4m3fn() else jnp.float8_e4m3b11fnuz
 
 
 def _scales(products: Float[Array, "lines rows"]) -> Float[Array, "1 rows"]:
-    """Scales from their bytes, times the 16 that codes are short of; NaN where a code is."""
+    """Scales from their bytes, times what codes are short of; NaN where a flag is."""
     four = products[:LEAD].astype(jnp.int32)
     bits = sum((four[byte : byte + 1] << 8 * byte for byte in range(1, 4)), four[:1])
-    scale = lax.bitcast_convert_type(bits, jnp.float32) * 16.0
+    scale = lax.bitcast_convert_type(bits, jnp.float32)
+    scale = scale if converts_e4m3fn() else scale * 16.0
     return jnp.where(four[4:5] != 0, jnp.nan, scale)

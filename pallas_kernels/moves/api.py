@@ -1,7 +1,7 @@
-"""Blocks on their way out of a pool and back, a fixed number at a time."""
+"""Blocks on their way out of a pool and back, a fixed number at a time, and new rows into one."""
 
 import jax
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 from pallas_kernels.implementations import REFERENCE, first_supported
 from pallas_kernels.moves import reference
@@ -76,3 +76,42 @@ def scatter_blocks(
 
     candidates = {"tpu": by_tpu, "gpu": by_gpu, REFERENCE: by_reference}
     return first_supported("scatter of blocks", candidates, implementation)
+
+
+def write_rows(
+    pool: Shaped[Array, "blocks rows stored"],
+    table: Int[Array, "n blocks_per_sequence"],
+    numbers: Int[Array, "n count"],
+    whole: Bool[Array, "n count"],
+    rows: Shaped[Array, "n count stored"],
+    *,
+    implementation: str | None = None,
+) -> Shaped[Array, "blocks rows stored"]:
+    """The pool with ``rows`` in it; in place where the caller donates the pool.
+
+    Args:
+      pool: blocks of one layer, any dtype.
+      table: int32, the blocks of each sequence. No two sequences write to the same block; what is
+        past the pool is written nowhere.
+      numbers: int32, which rows of its sequence they are: ascending, one after the other.
+      whole: rows that are written; the number of another row may be anything, as long as none of
+        its sequence is written.
+      rows: what to write, of the pool's dtype.
+      implementation: see ``pallas_kernels.implementations``. XLA's is in place on a CPU and a GPU;
+        for a TPU it copies pools of 8-bit numbers whole, and others where a block has few rows.
+
+    Raises:
+      NotImplementedError: the named implementation does not support such a pool.
+      ValueError: no implementation has this name.
+    """
+
+    def by_tpu() -> jax.Array:
+        from pallas_kernels.moves import tpu_rows
+
+        return tpu_rows.write_rows(pool, table, numbers, whole, rows)
+
+    def by_reference() -> jax.Array:
+        return reference.write_rows(pool, table, numbers, whole, rows)
+
+    candidates = {"tpu": by_tpu, "gpu": by_reference, REFERENCE: by_reference}
+    return first_supported("writing of rows", candidates, implementation)

@@ -1,6 +1,7 @@
 """XLA implementation of moves."""
 
-from jaxtyping import Array, Int, Shaped
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Shaped
 
 
 def gather_blocks(
@@ -17,3 +18,18 @@ def scatter_blocks(
 ) -> Shaped[Array, "blocks rows stored"]:
     """See ``api.scatter_blocks``."""
     return pool.at[places].set(blocks, mode="drop")
+
+
+def write_rows(
+    pool: Shaped[Array, "blocks rows stored"],
+    table: Int[Array, "n blocks_per_sequence"],
+    numbers: Int[Array, "n count"],
+    whole: Bool[Array, "n count"],
+    rows: Shaped[Array, "n count stored"],
+) -> Shaped[Array, "blocks rows stored"]:
+    """See ``api.write_rows``."""
+    blocks, per = pool.shape[:2]
+    place = jnp.minimum(numbers // per, table.shape[-1] - 1)
+    block = jnp.take_along_axis(table, place, axis=-1)
+    block = jnp.where(whole, block, blocks)
+    return pool.at[block, numbers % per].set(rows, mode="drop")

@@ -9,6 +9,7 @@ Sizes agree with ``hybridkv.formats``, which counts the same bytes for those who
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 
 
@@ -47,7 +48,16 @@ CODINGS: Mapping[str, Coding] = {
     "mxfp4": Coding(bits=4, scale="ue8m0", group=32, floor=6 * 2.0**-126),
     "fp8_index": Coding(bits=8, scale="float32", group=128, floor=1e-4),
 }
-"""Every format that rows can be stored in."""
+"""How rows can be coded."""
+
+PADDED: Mapping[str, str] = {
+    "fp8_rope16_lanes": "fp8_rope16",
+    "mxfp4_lanes": "mxfp4",
+    "fp8_index_lanes": "fp8_index",
+}
+"""Formats whose rows are those of a coding and zeros up to whole lines of a TPU's registers."""
+LANES = 128
+"""Bytes of such a line."""
 
 SCALE_BYTES: Mapping[str, int] = {"": 0, "ue8m0": 1, "e4m3": 1, "float32": 4}
 
@@ -62,8 +72,11 @@ class RowLayout:
     """
 
     name: str
+    """Of its coding."""
     width: int
     rope: int = 0
+    align: int = 1
+    """A row's bytes are padded to a multiple of this too, whatever its coding asks for."""
 
     def __post_init__(self) -> None:
         if self.name not in CODINGS:
@@ -76,6 +89,8 @@ class RowLayout:
             raise ValueError(f"{self.name} stores two channels a byte: {self.coded} is odd")
         if self.coding.words and self.width % 2:
             raise ValueError(f"{self.name} stores two channels a word: {self.width} is odd")
+        if self.align != 1 and not self.packed:
+            raise ValueError(f"rows of {self.name} are numbers, not bytes: they are not padded")
 
     @property
     def coding(self) -> Coding:
@@ -120,11 +135,23 @@ class RowLayout:
     @property
     def row_bytes(self) -> int:
         """Bytes of a stored row, padding included."""
-        return -(-self.scales.stop // self.coding.align) * self.coding.align
+        align = math.lcm(self.coding.align, self.align)
+        return -(-self.scales.stop // align) * align
 
 
 Format = RowLayout | str
 """What encode and decode take: a layout, or for plain floats just their name, which says it all."""
+
+
+def layout_named(name: str, width: int, rope: int = 0) -> RowLayout:
+    """The layout of a format of ``CODINGS`` or ``PADDED``: kernels know codings, and how wide.
+
+    Raises:
+      NotImplementedError: no format has this name.
+    """
+    if name in PADDED:
+        return RowLayout(PADDED[name], width, rope, align=LANES)
+    return RowLayout(name, width, rope)
 
 
 def layout_stored(format: Format, stored: int) -> RowLayout:

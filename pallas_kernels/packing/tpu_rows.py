@@ -1,19 +1,22 @@
 """Packed rows as bfloat16, inside a TPU kernel: what attention multiplies, at few instructions.
 
     stored uint8 [32, stored]
-      | data: converted to floats by the hardware         v
-      | rope: bytes brought together lane by lane          [32, width] * scales --> bfloat16
-      | scales: exponents [32, 128] --product, one-hot--> [32, width]
+      | data: codes, 1 for rotary channels --converted--> [32, width]
+      | scales, and rotary channels themselves               * --> bfloat16
+      |   as factors [32, 128] ------product, one-hot---> [32, width]
                                      (matrix unit)
 
-No chip broadcasts a lane cheaply, so the matrix unit does it, exactly: each scale is a power of two
-and meets a single number that is not zero. There, infinity times zero is NaN: a row with a scale
-or a code that is NaN comes out with NaN in some channel or all, which is all that a product with it
-can tell.
+No chip broadcasts a lane cheaply, so the matrix unit does it, exactly: each factor is a bfloat16
+and meets a single number that is not zero. There, infinity times zero is NaN: a row with a scale,
+a code or a rotary channel that is no number comes out with NaN in some channel or all, which is all
+that a product with it can tell.
+
+The product gives float32, eight rows a register; a chip that multiplies bfloat16 puts two of them
+into one. Where even rows come first, those of rows 2i and 2i + 1 meet without another move.
 
 Values are those of ``reference.decode``, but what bfloat16 arithmetic on a TPU takes for zero:
-magnitudes below ``2 ** -126``, and minus zero, which is zero. Scales above ``2 ** 123``, which
-encoding never makes, count as NaN; the scale ``2 ** -127`` counts as zero.
+magnitudes below ``2 ** -126``, and minus zero, which is zero. Scales and rotary channels above
+``2 ** 123``, which encoding never makes, count as NaN; the scale ``2 ** -127`` counts as zero.
 """
 
 import dataclasses
@@ -25,8 +28,9 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Int, UInt8
+from jaxtyping import Array, Float, Int, UInt8
 
+from pallas_kernels.interpreting import interpret_params
 from pallas_kernels.packing.layout import RowLayout
 from pallas_kernels.tuning.table import device_kind
 
@@ -34,8 +38,8 @@ Ref = Any
 LANES = 128
 UNIT = 32
 """Rows that one register holds as bytes: what is decoded together."""
-_TOGETHER = 128
-"""Rows whose scales are one product."""
+_TOGETHER = 256
+"""Rows whose factors are one product."""
 _ROPE = 64
 """Most rotary channels: their bytes fill one register's lanes."""
 
@@ -47,6 +51,10 @@ def _int(bits: int) -> np.int32:
 _BYTE, _SIGNS = _int(0x01010101), _int(0x80808080)
 _LOW, _HIGH = _int(0x00FF00FF), _int(0xFF00FF00)
 _EXPONENTS = _int(0x7F807F80)
+_ONE = 0x38 * _BYTE
+"""Codes of 1, or of a sixteenth."""
+_FLOAT32_ONLY = ("TPU v2", "TPU v3", "TPU v4", "TPU v5")
+"""Kinds of chips whose vector units have no bfloat16."""
 
 
 def refusal(layout: RowLayout) -> str | None:
@@ -61,6 +69,8 @@ def refusal(layout: RowLayout) -> str | None:
         return f"{wide} rotary channels in packed rows: at most {_ROPE}, and an even number"
     if layout.scales.start // LANES != (layout.scales.stop - 1) // LANES:
         return f"{layout}: its scales are not in one register of bytes"
+    if wide and layout.scales.start // _ROPE != (layout.scales.stop - 1) // _ROPE:
+        return f"{layout}: its scales leave no half of a register to rotary channels"
     return None
 
 
@@ -69,15 +79,30 @@ def converts_e4m3fn() -> bool:
     return device_kind() == "TPU7x"
 
 
+class Chip(NamedTuple):
+    """What decides how a chip decodes. The results are the same."""
+
+    e4m3fn: bool
+    """Whether it converts e4m3fn itself. Others convert e4m3b11fnuz, whose codes mean a sixteenth,
+    but for minus zero and NaN."""
+    halves: bool
+    """Whether its vector units multiply bfloat16, two in a word."""
+
+
+def chip() -> Chip:
+    """The one that is traced for."""
+    kind = device_kind()
+    return Chip(e4m3fn=converts_e4m3fn(), halves=not kind.startswith(_FLOAT32_ONLY))
+
+
 class Scratch(NamedTuple):
     """Fast memory of a decoder."""
 
     spread: Ref
-    """bfloat16 ``[LANES, width]``: which lane of a scale register scales which channel."""
-    exponents: Ref
-    """int32 ``[rows / 2, LANES]``: scales as bfloat16, two rows a word."""
-    rope: Ref
-    """int32 ``[rows / 2, LANES]``: rotary channels as bfloat16, two rows a word."""
+    """bfloat16 ``[LANES, width]``: which lane of a row's factors is whose channel's."""
+    factors: Ref
+    """int32 ``[rows / 2, LANES]``: factors of two rows a word. Only where ``Chip.halves`` is not
+    true: others have them in registers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,14 +110,15 @@ class Decoder:
     """How rows of one layout are decoded."""
 
     layout: RowLayout
-    e4m3fn: bool
-    """Whether the chip converts e4m3fn itself. Others convert e4m3b11fnuz, whose codes mean a
-    sixteenth, but for minus zero and NaN."""
+    chip: Chip
 
     def scratch(self, rows: int) -> list[Any]:
         """Shapes of ``Scratch`` to decode so many rows at once."""
-        words = pltpu.VMEM((rows // 2, LANES), jnp.int32)
-        return [pltpu.VMEM((LANES, self.layout.width), jnp.bfloat16), words, words]
+        words = UNIT // 2 if self.chip.halves else rows // 2
+        return [
+            pltpu.VMEM((LANES, self.layout.width), jnp.bfloat16),
+            pltpu.VMEM((words, LANES), jnp.int32),
+        ]
 
     def prepare(self, scratch: Scratch) -> None:
         """Fills ``spread``, once in a kernel."""
@@ -100,10 +126,10 @@ class Decoder:
         lane = lax.broadcasted_iota(jnp.int32, (LANES, layout.width), 0)
         channel = lax.broadcasted_iota(jnp.int32, (LANES, layout.width), 1)
         shift = layout.coding.group.bit_length() - 1
-        coded = channel < layout.coded
         source = self._first_scale + lax.shift_right_logical(channel, shift)
-        here = lane == jnp.where(coded, source, self._one)
-        factor = jnp.where(coded, 1.0 if self.e4m3fn else 16.0, 1.0)
+        rope = self._first_rope + channel - layout.coded
+        here = lane == jnp.where(channel < layout.coded, source, rope)
+        factor = 1.0 if self.chip.e4m3fn else 16.0
         scratch.spread[...] = jnp.where(here, factor, 0.0).astype(jnp.bfloat16)
 
     def decode(
@@ -113,25 +139,24 @@ class Decoder:
         out: Ref,
         scratch: Scratch,
     ) -> None:
-        """Writes bfloat16 rows to ``out [rows, width]``; ``load(i)`` reads rows ``32 * i ...``."""
+        """Writes bfloat16 rows, two a word, to ``out``.
+
+        Args:
+          load: reads rows ``32 * i ...``.
+          rows: how many, a multiple of 32.
+          out: int32 ``[rows / 2, width]``.
+          scratch: see ``prepare``.
+        """
         for first in range(0, rows, _TOGETHER):
             units = range(first // UNIT, min(first + _TOGETHER, rows) // UNIT)
-            coded = [self._open(load(unit), unit, scratch) for unit in units]
-            words = scratch.exponents[units.start * UNIT // 2 : units.stop * UNIT // 2, :]
-            scales = lax.dot_general(
-                pltpu.bitcast(words, jnp.bfloat16),
-                scratch.spread[...],
-                (((1,), (0,)), ((), ())),
-                preferred_element_type=jnp.float32,
-            ).astype(self._product)
-            for j, unit in enumerate(units):
-                mine = scales[j * UNIT : (j + 1) * UNIT]
-                self._close(coded[j], mine, unit, out, scratch)
-
-    @property
-    def _product(self) -> Any:
-        """What codes are converted to: straight to bfloat16 where that is one instruction."""
-        return jnp.bfloat16 if self.e4m3fn else jnp.float32
+            opened = [self._open(load(unit)) for unit in units]
+            factors = self._spread([x.factors for x in opened], first // 2, scratch)
+            for number in range(self.layout.width // LANES):
+                lanes = slice(number * LANES, (number + 1) * LANES)
+                for j, unit in enumerate(units):
+                    mine = factors[j * UNIT : (j + 1) * UNIT, lanes]
+                    value = self._product(opened[j].codes[number], mine)
+                    out[unit * UNIT // 2 : (unit + 1) * UNIT // 2, lanes] = value
 
     @property
     def _first_scale(self) -> int:
@@ -139,93 +164,121 @@ class Decoder:
         return self.layout.scales.start % LANES
 
     @property
-    def _one(self) -> int:
-        """A lane without a scale, which holds the scale 1 of the rotary channels."""
-        return (self._first_scale + self.layout.groups) % LANES
+    def _first_rope(self) -> int:
+        """Lane of the first rotary channel among the factors: in the half without scales."""
+        return LANES - _ROPE if self._first_scale < LANES - _ROPE else 0
 
-    def _open(
-        self, stored: UInt8[Array, "32 stored"], unit: int, scratch: Scratch
-    ) -> list[Int[Array, "8 lanes"]]:
-        """Words of the coded channels, by register; leaves scales and rope in ``scratch``."""
+    def _open(self, stored: UInt8[Array, "32 stored"]) -> "_Opened":
+        """Takes 32 stored rows apart. A rotary channel is its own factor, and its code is 1."""
         layout = self.layout
         tiles = _tiles(pltpu.bitcast(stored, jnp.int32))
         lane = lax.broadcasted_iota(jnp.int32, (8, LANES), 1)
-        first = self._first_scale
-        scales = jnp.where(
-            (lane >= first) & (lane < first + layout.groups),
-            tiles[layout.scales.start // LANES],
-            jnp.where(lane == self._one, 127 * _BYTE, 0),
-        )
+        first, rest = self._first_scale, layout.coded % LANES
+        codes = tiles[: layout.width // LANES]
         if layout.coded < layout.width:
-            low, high = self._rope_bytes(tiles, lane)
-            even = (low & _LOW) | ((high & _LOW) << 8)
-            odd = (lax.shift_right_logical(low, 8) & _LOW) | (high & _HIGH)
-            _store_rows(scratch.rope, unit, even, odd)
-        coded = tiles[: -(-layout.coded // LANES)]
-        if not self.e4m3fn:
-            coded, undefined = self._as_b11(coded, lane)
-            scales = scales | undefined
+            codes[-1] = jnp.where(lane < rest, codes[-1], _ONE) if rest else _filled(_ONE)
+        scales = tiles[layout.scales.start // LANES]
+        if not self.chip.e4m3fn:
+            codes = _as_b11(codes)
+        scales = jnp.where((lane >= first) & (lane < first + layout.groups), scales, 0)
         even = (scales << 7) & _EXPONENTS
         odd = lax.shift_right_logical(scales, 1) & _EXPONENTS
-        _store_rows(scratch.exponents, unit, even, odd)
-        return coded
+        if layout.coded < layout.width:
+            low, high = self._rope_bytes(tiles, lane)
+            start = self._first_rope
+            here = (lane >= start) & (lane < start + layout.width - layout.coded)
+            both = (low & _LOW) | ((high & _LOW) << 8)
+            even = jnp.where(here, both, even)
+            both = (lax.shift_right_logical(low, 8) & _LOW) | (high & _HIGH)
+            odd = jnp.where(here, both, odd)
+        return _Opened(codes, (even, odd))
 
     def _rope_bytes(
         self, tiles: list[Int[Array, "8 lanes"]], lane: Int[Array, "8 lanes"]
     ) -> tuple[Int[Array, "8 lanes"], Int[Array, "8 lanes"]]:
-        """Lower and upper bytes of the rotary channels, at the lanes of their channels."""
-        start, channels = self.layout.wide.start, self.layout.width - self.layout.coded
-        tile, begin = divmod(start, LANES)
+        """Lower and upper bytes of the rotary channels, at the lanes of their factors."""
+        tile, begin = divmod(self.layout.wide.start, LANES)
         after = tiles[min(tile + 1, len(tiles) - 1)]
         together = jnp.where(lane >= begin, tiles[tile], after)
-        # Upper bytes half a register before the lower ones; one rotation then aligns both.
-        channel = (lane & (LANES // 2 - 1)) - (LANES // 2 - channels)
-        upper = (lane < LANES // 2).astype(jnp.int32)
-        source = (begin + 2 * channel + upper) & (LANES - 1)
+        # Upper bytes half a register away from the lower ones; one rotation then aligns both.
+        half = LANES // 2
+        channel = lane & (half - 1)
+        upper = (lane < half) if self._first_rope else (lane >= half)
+        source = (begin + 2 * channel + upper.astype(jnp.int32)) & (LANES - 1)
         low = jnp.take_along_axis(together, source, axis=1)
-        return low, pltpu.roll(low, LANES // 2, 1)
+        return low, pltpu.roll(low, half, 1)
 
-    def _as_b11(
-        self, tiles: list[Int[Array, "8 lanes"]], lane: Int[Array, "8 lanes"]
-    ) -> tuple[list[Int[Array, "8 lanes"]], Int[Array, "8 lanes"]]:
-        """The codes with 0x80 as 0, and 0xFF in a byte for NaN codes in its row, in some lane."""
-        out, seen = [], jnp.zeros_like(tiles[0])
-        rest = self.layout.coded % LANES
-        for number, tile in enumerate(tiles):
-            magnitude = tile & (127 * _BYTE)
-            reached = magnitude + _BYTE
-            if rest and number == len(tiles) - 1:
-                reached = jnp.where(lane < rest, reached, 0)
-            seen = seen | reached
-            out.append(tile & ((magnitude + 127 * _BYTE) | (127 * _BYTE)))
-        top = seen & (_SIGNS)
-        return out, top | (top - lax.shift_right_logical(top, 7))
+    def _spread(
+        self, factors: list[tuple[Array, Array]], first: int, scratch: Scratch
+    ) -> Float[Array, "rows width"]:
+        """float32 factors of each channel. With ``halves`` the even rows of 32 stand first."""
+        if self.chip.halves:
+            words = jnp.concatenate([x for pair in factors for x in pair], axis=0)
+        else:
+            for unit, (even, odd) in enumerate(factors):
+                _store_rows(scratch.factors, first + unit * UNIT // 2, even, odd)
+            words = scratch.factors[first : first + len(factors) * UNIT // 2, :]
+        return lax.dot_general(
+            pltpu.bitcast(words, jnp.bfloat16),
+            scratch.spread[...],
+            (((1,), (0,)), ((), ())),
+            preferred_element_type=jnp.float32,
+        )
 
-    def _close(
-        self,
-        coded: list[Int[Array, "8 lanes"]],
-        scales: Any,
-        unit: int,
-        out: Ref,
-        scratch: Scratch,
-    ) -> None:
-        """Converts a unit's codes and multiplies them with their scales."""
-        code = jnp.float8_e4m3fn if self.e4m3fn else jnp.float8_e4m3b11fnuz
-        layout = self.layout
-        rows = pl.ds(unit * UNIT, UNIT)
-        for number in range(layout.width // LANES):
-            lanes = slice(number * LANES, (number + 1) * LANES)
-            inside = layout.coded - number * LANES
-            value = None
-            if inside > 0:
-                data = pltpu.bitcast(coded[number], jnp.uint8)
-                value = lax.bitcast_convert_type(data, code).astype(self._product)
-            if inside < LANES:
-                words = scratch.rope[unit * UNIT // 2 : (unit + 1) * UNIT // 2, :]
-                rope = pltpu.bitcast(words, jnp.bfloat16).astype(self._product)
-                lane = lax.broadcasted_iota(jnp.int32, rope.shape, 1)
-                value = rope if value is None else jnp.where(lane < inside, value, rope)
-            out[rows, lanes] = (value * scales[:, lanes]).astype(jnp.bfloat16)
+    def _product(
+        self, codes: Int[Array, "8 128"], factors: Float[Array, "32 128"]
+    ) -> Int[Array, "16 128"]:
+        """Codes of 32 rows times their factors, as bfloat16, two rows a word."""
+        code = jnp.float8_e4m3fn if self.chip.e4m3fn else jnp.float8_e4m3b11fnuz
+        value = lax.bitcast_convert_type(pltpu.bitcast(codes, jnp.uint8), code)
+        if not self.chip.halves:
+            product = value.astype(jnp.float32) * factors
+        else:
+            if not self.chip.e4m3fn:
+                value = value.astype(jnp.float32)
+            half = UNIT // 2
+            words = [_paired(factors[i : i + 8], factors[half + i : half + i + 8]) for i in (0, 8)]
+            pairs = pltpu.bitcast(jnp.concatenate(words, axis=0), jnp.bfloat16)
+            product = value.astype(jnp.bfloat16) * pairs
+        return pltpu.bitcast(product.astype(jnp.bfloat16), jnp.int32)
+
+
+class _Opened(NamedTuple):
+    """32 stored rows, taken apart."""
+
+    codes: list[Int[Array, "8 128"]]
+    """By register of channels, four rows a word."""
+    factors: tuple[Int[Array, "8 128"], Int[Array, "8 128"]]
+    """bfloat16, two rows a word: rows ``4s, 4s + 2`` and ``4s + 1, 4s + 3``."""
+
+
+def _filled(word: Any) -> Int[Array, "8 128"]:
+    return jnp.full((8, LANES), word, jnp.int32)
+
+
+def _as_b11(tiles: list[Int[Array, "8 lanes"]]) -> list[Int[Array, "8 lanes"]]:
+    """The codes with minus zero as zero.
+
+    A row with NaN has it in the first of these registers, at the lane where it was found.
+    """
+    out, seen = [], jnp.zeros_like(tiles[0])
+    for tile in tiles:
+        magnitude = tile & (127 * _BYTE)
+        seen = seen | (magnitude + _BYTE)
+        out.append(tile & ((magnitude + 127 * _BYTE) | (127 * _BYTE)))
+    nan = seen & _SIGNS
+    out[0] = (out[0] & ~(nan - lax.shift_right_logical(nan, 7))) | nan
+    return out
+
+
+def _paired(low: Float[Array, "8 128"], high: Float[Array, "8 128"]) -> Int[Array, "8 128"]:
+    """Two bfloat16 a word, of float32 that are bfloat16."""
+    if not interpret_params():
+        packed: Array = pltpu.pack_elementwise([low, high], packed_dtype=jnp.bfloat16)
+        return lax.bitcast_convert_type(packed, jnp.int32)
+    # What the interpreter has no word for.
+    lower, upper = (lax.bitcast_convert_type(x, jnp.int32) for x in (low, high))
+    return lax.shift_right_logical(lower, 16) | upper
 
 
 def clear(stored: UInt8[Array, "32 stored"], length: Any) -> UInt8[Array, "32 stored"]:
@@ -247,11 +300,10 @@ def _tiles(words: Int[Array, "8 stored"]) -> list[Int[Array, "8 lanes"]]:
 
 
 def _store_rows(
-    ref: Ref, unit: int, even: Int[Array, "8 lanes"], odd: Int[Array, "8 lanes"]
+    ref: Ref, start: int, even: Int[Array, "8 lanes"], odd: Int[Array, "8 lanes"]
 ) -> None:
     """Stores rows ``4s, 4s + 2`` of words ``even`` and ``4s + 1, 4s + 3`` of ``odd`` in order."""
     half = _int(0xFFFF)
-    start = unit * UNIT // 2
     first = (even & half) | (odd << 16)
     second = lax.shift_right_logical(even, 16) | (odd & _int(0xFFFF0000))
     ref[pl.ds(start, 8, stride=2), :] = first

@@ -4,8 +4,8 @@
 
 A table is read while a kernel is traced. It may hold how a kernel is staged, how much one program
 takes and what it is launched with; never a key block or a range of rows, whose sums have an order.
-Launch values of a GPU kernel stand in the lowered text, so that a cache filled under another table
-has another numerics id: even a compiler that sums in another order for them mixes no bits.
+Such values stand in the lowered text, so that a cache filled under another table has another
+numerics id: even a compiler that sums in another order for them mixes no bits.
 
 A table's file::
 

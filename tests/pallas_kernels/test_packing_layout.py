@@ -10,7 +10,7 @@ import pytest
 from hybridkv import formats
 from hybridkv.formats import RowFormat
 from pallas_kernels.packing import api as packing
-from pallas_kernels.packing.layout import CODINGS, RowLayout
+from pallas_kernels.packing.layout import CODINGS, PADDED, RowLayout, layout_named
 
 FORMATS = {x.name: x for x in vars(formats).values() if isinstance(x, RowFormat)}
 encode = jax.jit(packing.encode, static_argnames="format")
@@ -18,13 +18,13 @@ WIDTHS = [(512, 64), (128, 64), (16, 8), (128, 0), (40, 4), (0, 0), (8, 8)]
 
 
 def test_there_is_a_coding_for_every_format_and_no_other():
-    assert set(FORMATS) == set(CODINGS)
+    assert set(FORMATS) == set(CODINGS) | set(PADDED)
 
 
-@pytest.mark.parametrize("name", CODINGS)
+@pytest.mark.parametrize("name", [*CODINGS, *PADDED])
 @pytest.mark.parametrize(("width", "rope"), WIDTHS)
 def test_a_stored_row_has_the_bytes_that_are_counted_for_it(name, width, rope):
-    layout = RowLayout(name, width, rope)
+    layout = layout_named(name, width, rope)
     rows = jax.ShapeDtypeStruct((3, width), jnp.float32)
     stored = jax.eval_shape(functools.partial(packing.encode, format=layout), rows)
     form = packing.stored_form(layout)
@@ -51,6 +51,37 @@ def test_published_rows_have_their_parts_where_the_release_has_them(
 ):
     parts = [(part.start, part.stop) for part in (layout.data, layout.wide, layout.scales)]
     assert (*parts, layout.row_bytes) == (data, wide, scales, row_bytes)
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "rope", "row_bytes"),
+    [
+        ("fp8_rope16_lanes", 512, 64, 640),
+        ("mxfp4_lanes", 128, 0, 128),
+        ("fp8_index_lanes", 128, 0, 256),
+    ],
+)
+def test_rows_that_fill_lanes_are_the_same_bytes_and_zeros_that_nobody_reads(
+    name, width, rope, row_bytes
+):
+    padded, plain = layout_named(name, width, rope), RowLayout(PADDED[name], width, rope)
+    rows = np.random.default_rng(0).normal(size=(3, width)).astype(np.float32)
+    stored, own = np.asarray(encode(rows, format=padded)), np.asarray(encode(rows, format=plain))
+    assert stored.shape == (3, row_bytes)
+    np.testing.assert_array_equal(stored[:, : plain.row_bytes], own)
+    assert not stored[:, plain.row_bytes :].any()
+    stored = stored.copy()
+    stored[:, padded.scales.stop :] = 0xFF
+    decode = jax.jit(packing.decode, static_argnames="format")
+    expected = np.asarray(decode(own, format=plain)).view(np.uint32)
+    np.testing.assert_array_equal(
+        np.asarray(decode(stored, format=padded)).view(np.uint32), expected
+    )
+
+
+def test_rows_of_numbers_are_not_padded():
+    with pytest.raises(ValueError, match="rows of bfloat16 are numbers"):
+        RowLayout("bfloat16", 512, align=128)
 
 
 def test_each_channel_changes_the_bytes_that_are_its_own():

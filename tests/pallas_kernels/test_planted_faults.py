@@ -12,7 +12,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.attention import tpu, tpu_kernel
+from pallas_kernels.attention import tpu, tpu_kernel, tpu_plan
 from pallas_kernels.blocks import BlockRows
 from pallas_kernels.interpreting import checked
 from pallas_kernels.sequences import Active
@@ -62,9 +62,9 @@ def test_a_copy_that_nobody_waits_for_is_seen(monkeypatch):
 def test_rows_read_before_the_wait_are_a_race(monkeypatch):
     wait = tpu_kernel._wait
 
-    def late(item, scalars, refs):
-        refs.acc[:PER] = refs.keys[item & (tpu_kernel.BUFFERS - 1), 0]
-        wait(item, scalars, refs)
+    def late(item, scalars, refs, plan):
+        refs.acc[:PER] = refs.keys[plan.slot(item), 0]
+        wait(item, scalars, refs, plan)
 
     monkeypatch.setattr(tpu_kernel, "_wait", late)
     with pytest.raises(RuntimeError, match=r"(?i)race"):
@@ -73,7 +73,7 @@ def test_rows_read_before_the_wait_are_a_race(monkeypatch):
 
 def test_a_copy_into_a_buffer_that_is_read_is_a_race(monkeypatch):
     # Two buffers in turn, though three copies are under way.
-    monkeypatch.setattr(tpu_kernel, "BUFFERS", 2)
+    monkeypatch.setattr(tpu_plan.Plan, "slot", lambda self, item: item & 1)
     with pytest.raises(RuntimeError, match=r"(?i)race"):
         run()
 
@@ -90,7 +90,7 @@ def test_a_block_past_the_pool_is_an_error(monkeypatch):
 
 def test_a_row_past_the_buffer_is_an_error(monkeypatch):
     def beyond(item, j, refs, plan):
-        return refs.keys[item & (tpu_kernel.BUFFERS - 1), pl.ds(j + 2, 1)].reshape(PER, WIDTH)
+        return refs.keys[plan.slot(item), pl.ds(j + 2, 1)].reshape(PER, WIDTH)
 
     monkeypatch.setattr(tpu_kernel, "_key_block", beyond)
     with pytest.raises(Exception, match=r"(?i)out.of.bound"):

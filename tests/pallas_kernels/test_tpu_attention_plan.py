@@ -67,6 +67,6 @@ def test_items_cover_each_task_in_turn(paired, tabled, t, queries, seed):
     assert np.asarray(got.offset).tolist() == offsets
     assert list(zip(got.begin.tolist(), got.many.tolist(), strict=True))[: len(items)] == items
     assert not np.asarray(got.many)[len(items) :].any()
-    assert got.many.shape[0] >= len(items) + tpu_plan.AHEAD
+    assert got.many.shape[0] >= len(items) + it.ahead
     assert 0 <= int(got.table.min()) <= int(got.table.max()) < 7
     assert tpu_plan.scalar_bytes(it, n, got.table.size) == sum(x.nbytes for x in got)

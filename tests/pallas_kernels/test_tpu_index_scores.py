@@ -12,6 +12,7 @@ from pallas_kernels.index_scores import tpu
 from pallas_kernels.index_scores.api import NO_ROW
 from pallas_kernels.interpreting import checked
 from pallas_kernels.sequences import Active
+from pallas_kernels.tuning.table import trying
 
 N, T, HEADS, WIDTH, PER, TOPK = 3, 2, 3, 128, 16, 20
 BLOCKS, DEPTH = 200, 3
@@ -19,8 +20,9 @@ BLOCKS, DEPTH = 200, 3
 
 
 @pytest.fixture(autouse=True)
-def few_buffers(monkeypatch):
-    monkeypatch.setattr(tpu, "_DEPTH", DEPTH)
+def few_buffers():
+    with trying("index_scores/tpu", depth=DEPTH):
+        yield
 
 
 QUICK = {"xla_backend_optimization_level": 0}

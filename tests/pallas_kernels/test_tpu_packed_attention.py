@@ -194,6 +194,7 @@ def test_what_is_not_supported_is_refused_before_anything_is_traced(options, rea
         (RowLayout("fp8_rope16", 192, 64), "a multiple of 128"),
         (RowLayout("fp8_rope16", 256, 128), "at most 64"),
         (RowLayout("fp8_block32", 128 * 33), "one register of bytes"),
+        (RowLayout("fp8_rope16", 256, 62), "no half of a register"),
     ],
     ids=str,
 )

@@ -14,6 +14,7 @@ from pallas_kernels.interpreting import checked
 from pallas_kernels.packing import reference
 from pallas_kernels.packing.layout import RowLayout
 from pallas_kernels.sequences import Active
+from pallas_kernels.tuning.table import trying
 
 PER, BLOCKS, POOL = 32, 72, 150
 ROWS = 2100
@@ -22,8 +23,9 @@ every_layout = pytest.mark.parametrize("name", list(LAYOUTS))
 
 
 @pytest.fixture(autouse=True)
-def few_buffers(monkeypatch):
-    monkeypatch.setattr(tpu, "_DEPTH", 2)
+def few_buffers():
+    with trying("index_scores/tpu", depth=2):
+        yield
 
 
 @functools.cache

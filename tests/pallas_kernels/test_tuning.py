@@ -11,8 +11,12 @@ import pytest
 from gpu_cases import active, batched
 
 from pallas_kernels.attention import gpu as attention
+from pallas_kernels.attention import tpu as tpu_attention
+from pallas_kernels.attention import tpu_gather, tpu_plan
+from pallas_kernels.blocks import BlockRows
 from pallas_kernels.index_scores import gpu as index_scores
-from pallas_kernels.interpreting import interpreted
+from pallas_kernels.index_scores import tpu as tpu_index_scores
+from pallas_kernels.interpreting import checked, interpreted
 from pallas_kernels.moves import gpu as moves
 from pallas_kernels.packing import gpu as packing
 from pallas_kernels.packing.layout import RowLayout
@@ -26,6 +30,9 @@ TUNED = {
     "moves/gpu": moves.Tuning(),
     "packing/encode/gpu": packing.Tuning(),
     "packing/decode/gpu": packing.Tuning(),
+    "attention/tpu": tpu_plan.Staging(),
+    "attention/gather/tpu": tpu_gather.Staging(),
+    "index_scores/tpu": tpu_index_scores.Staging(),
 }
 OTHER = {
     "attention/gpu": {"warps": 4, "stages": 2},
@@ -33,6 +40,9 @@ OTHER = {
     "moves/gpu": {"part_bytes": 100, "warps": 1},
     "packing/encode/gpu": {"rows": 5, "warps": 1},
     "packing/decode/gpu": {"rows": 64, "warps": 8},
+    "attention/tpu": {"buffers": 2},
+    "attention/gather/tpu": {"picks": 32},
+    "index_scores/tpu": {"depth": 2},
 }
 """Beside the defaults."""
 
@@ -50,7 +60,8 @@ def use(monkeypatch, *entries):
 
 def traced_for(kind):
     sharding = jax.sharding
-    device = sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
+    platform, cores = ("tpu", 1) if kind.startswith("TPU") else ("gpu", None)
+    device = sharding.AbstractDevice(device_kind=kind, num_cores=cores, platform=platform)
     return sharding.use_abstract_mesh(sharding.AbstractMesh((), (), abstract_device=device))
 
 
@@ -132,8 +143,18 @@ def test_shipped_tables_hold_what_kernels_have_and_say_where_it_is_from(file):
         table.replaced(entry.operation, TUNED[entry.operation], entry.values)
 
 
-def test_a_table_for_each_gpu_that_kernels_are_compiled_for():
-    assert {"nvidia_h100_80gb_hbm3", "nvidia_b200"} <= {file.stem for file in SHIPPED}
+def test_a_table_for_each_device_that_kernels_are_compiled_for():
+    gpus = {"nvidia_h100_80gb_hbm3", "nvidia_b200"}
+    tpus = {"tpu_v5_lite", "tpu_v5", "tpu_v6_lite", "tpu7x"}
+    assert gpus | tpus <= {file.stem for file in SHIPPED}
+
+
+def test_what_a_tpu_kernel_cannot_be_staged_with_is_refused():
+    for buffers in (1, 3):
+        with pytest.raises(ValueError, match="another power of two"):
+            table.replaced("attention/tpu", tpu_plan.Staging(), {"buffers": buffers})
+    with pytest.raises(ValueError, match="a depth of 1"):
+        table.replaced("index_scores/tpu", tpu_index_scores.Staging(), {"depth": 1})
 
 
 def rows_of(rng, count, width):
@@ -176,7 +197,59 @@ def call_decode(rng):
     )
 
 
+def tabled(rng, blocks, per, width):
+    """A pool whose blocks are all of one sequence, in some order."""
+    pool = rng.normal(size=(blocks, per, width))
+    return pool, jnp.asarray(rng.permutation(blocks)[None], jnp.int32)
+
+
+def call_tpu_attention(rng):
+    """Eight key blocks of eight rows, two an item: more items than buffers."""
+    pool, blocks = tabled(rng, 8, 8, 128)
+    arrays = [rng.normal(size=shape) for shape in ((1, 1, 8, 128), (1, 4, 128), (8,))]
+    q, local, sink = (jnp.asarray(x, jnp.float32) for x in arrays)
+    return tpu_attention.attend(
+        q,
+        local,
+        jnp.full((1,), 90, jnp.int32),
+        sink,
+        active=active(1),
+        window=4,
+        scale=0.3,
+        rows=BlockRows(jnp.asarray(pool, jnp.float32), blocks),
+        visible=jnp.full((1, 1), 61, jnp.int32),
+        key_block=1,
+        tuning=tpu_attention.Tuning(keys=8),
+    )
+
+
+def call_tpu_gather(rng):
+    """Two rounds of 64 picks, or four of 32."""
+    pool, blocks = tabled(rng, 20, 8, 128)
+    picks = np.sort(rng.choice(160, 128, replace=False))
+    rows = BlockRows(jnp.asarray(pool, jnp.float32), blocks)
+    return tpu_gather.gather(rows, jnp.asarray(picks[None, None], jnp.int32), per_block=32)
+
+
+def call_tpu_index_scores(rng):
+    """Three chunks of 1,024 rows."""
+    pool, blocks = tabled(rng, 24, 128, 128)
+    queries = jnp.asarray(rng.normal(size=(1, 1, 4, 128)), jnp.float32)
+    return tpu_index_scores.pick_rows(
+        queries,
+        jnp.asarray(rng.normal(size=(1, 1, 4)), jnp.float32),
+        BlockRows(jnp.asarray(pool, jnp.float32), blocks),
+        jnp.full((1, 1), 3000, jnp.int32),
+        active=active(1),
+        topk=7,
+        key_block=128,
+    )
+
+
 CALLS = {
+    "attention/tpu": call_tpu_attention,
+    "attention/gather/tpu": call_tpu_gather,
+    "index_scores/tpu": call_tpu_index_scores,
     "attention/gpu": call_attention,
     "index_scores/gpu": call_index_scores,
     "moves/gpu": call_moves,
@@ -187,9 +260,13 @@ CALLS = {
 
 @pytest.mark.parametrize("operation", CALLS)
 def test_another_choice_changes_no_bit(operation):
+    """Nor do copies race under the other one, where the interpreter can tell."""
+    interpreting = checked if operation.endswith("/tpu") else lambda: interpreted(True)
+
     def result():
         run = jax.jit(lambda: CALLS[operation](np.random.default_rng(0)), compiler_options=QUICK)
-        return [np.asarray(x) for x in jax.tree.leaves(run())]
+        with interpreting():
+            return [np.asarray(x) for x in jax.tree.leaves(run())]
 
     launched = []
 
@@ -197,11 +274,12 @@ def test_another_choice_changes_no_bit(operation):
         text = jax.make_jaxpr(lambda: CALLS[operation](np.random.default_rng(0)))()
         launched.append(str(text))
 
+    first = result()
     with interpreted(True):
-        first = result()
         lowered()
-        with trying(operation, **OTHER[operation]):
-            second = result()
+    with trying(operation, **OTHER[operation]):
+        second = result()
+        with interpreted(True):
             lowered()
     assert launched[0] != launched[1], "the choice is not used"
     for one, other in zip(first, second, strict=True):
@@ -222,7 +300,18 @@ def test_another_launch_is_another_text_and_so_another_numerics_id():
     assert text(4) != text(8)
 
 
+def test_another_staging_is_another_text_and_so_another_numerics_id():
+    def text(buffers):
+        with trying("attention/tpu", buffers=buffers), traced_for("TPU v6 lite"):
+            call = jax.jit(lambda: call_tpu_attention(np.random.default_rng(0)))
+            return call.trace().lower(lowering_platforms=("tpu",)).as_text()
+
+    assert text(4) == text(4)
+    assert text(4) != text(2)
+
+
 def test_every_operation_that_is_tuned_is_compared_here():
     for name in ("attention", "index_scores", "moves", "packing"):
         assert hasattr(importlib.import_module(f"pallas_kernels.{name}.gpu"), "Tuning")
         assert any(operation.startswith(name) for operation in CALLS)
+    assert TUNED.keys() == OTHER.keys() == CALLS.keys()

@@ -243,3 +243,29 @@ def test_a_step_compiles_for_a_slice():
     assert result["ok"], result.get("error")
     assert result["devices"] == 4
     assert result["kernels"] == "reference"
+
+
+@plugin
+@needs_libtpu
+def test_kernels_are_split_over_a_slice():
+    case = {
+        "step": "decode",
+        "model": "v4-flash-thin",
+        "layers": 4,
+        "slots": 4,
+        "context": 4096,
+        "cache_format": "bfloat16_words",
+        "data": 2,
+        "spread_weights": True,
+    }
+    (result,) = aot_process.compile_cases(
+        "v6e:2x2",
+        [{"kind": "step", "sharded": True, **case}],
+        schedule=False,
+        python=sys.executable,
+    )
+    assert result["ok"], result
+    assert result["kernels"] == "tpu"
+    assert result["devices"] == 4
+    # About one exchange a product, 203 in all; halves and rotations need none.
+    assert sum(result["collectives"].values()) < 260

@@ -38,19 +38,24 @@ def test_there_is_nothing_to_tune_on_a_cpu(monkeypatch, capsys, tmp_path):
     options = ("kernels", "--tune", "--table", file)
     assert call(monkeypatch, benchmark.main, *options) == 2
     error = capsys.readouterr().err
-    assert error == "error: --tune: there is nothing to tune on cpu, only on a GPU\n"
+    assert error == "error: --tune: there is nothing to tune on cpu, only on a GPU or a TPU\n"
     assert not file.exists()
 
 
-@pytest.mark.parametrize("target", ["v6e", "h200"])
-def test_what_is_no_gpu_is_not_tuned_by_its_compiler(monkeypatch, capsys, target):
-    assert call(monkeypatch, compile_for.main, "tune", "--target", target) == 2
+def test_an_unknown_target_is_not_tuned(monkeypatch, capsys):
+    assert call(monkeypatch, compile_for.main, "tune", "--target", "h200") == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", kernel_tuning.CASES)
-def test_all_that_is_tuned_has_candidates_that_its_kernel_takes(name):
-    question = kernel_tuning.asked(name)
+KINDS = {"gpu": None, "tpu": "TPU v6 lite"}
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [(x, backend) for backend, each in kernel_tuning.CASES.items() for x in each],
+)
+def test_all_that_is_tuned_has_candidates_that_its_kernel_takes(name, backend):
+    question = kernel_tuning.asked(name, backend, KINDS[backend])
     assert question.key
     choices = kernel_tuning.candidates(question.operation)
     assert len(choices) > 1
@@ -70,13 +75,44 @@ def test_the_compiler_chooses_what_spills_least_or_else_the_default(monkeypatch,
         return [{**x, "ok": True, "programs": programs(x["tried"])} for x in requests]
 
     monkeypatch.setattr(aot_process, "compile_cases", compiled)
-    monkeypatch.setattr(kernel_tuning, "CASES", {CASE: "encode_rows"})
+    monkeypatch.setattr(kernel_tuning, "GPU_CASES", {CASE: "encode_rows"})
     made = kernel_tuning.by_compiler("b200", None)
     assert made.device == "NVIDIA B200"
     assert made.source.startswith("static: ")
     assert [x.values for x in made.entries] == ([values] if values else [])
     for entry in made.entries:
         assert (entry.operation, entry.key) == ("packing/encode/gpu", {"format": "fp8_rope16"})
+
+
+@pytest.mark.parametrize(("target", "gathers"), [("v6e", True), ("v5e", False)])
+def test_a_tpus_compiler_chooses_what_takes_clearly_fewer_bundles(monkeypatch, target, gathers):
+    """Three chunks take a tenth less than six; two buffers as good as nothing less than four."""
+    bundles = {3: 900, 6: 1000, 9: 1000, 2: 990, 4: 1000}
+
+    def compiled(target, requests, **_):
+        found = []
+        for request in requests:
+            (value,) = request["tried"].values()
+            if value == 8:  # too much memory
+                found.append({**request, "ok": False})
+                continue
+            loop = {"steady": bundles[value]}
+            names = {"attention": "attend.1", "index_scores": "pick_rows.1"}
+            name = names[request["name"].partition("/")[0]]
+            kernels = [{"name": name, "streaming": None, "longest": loop}]
+            found.append({**request, "ok": True, "kernels": kernels})
+        return found
+
+    monkeypatch.setattr(aot_process, "compile_cases", compiled)
+    made = kernel_tuning.by_compiler(target, None)
+    assert table.file_of(made.device).stem == {"v6e": "tpu_v6_lite", "v5e": "tpu_v5_lite"}[target]
+    chosen = {x.operation: x.values for x in made.entries}
+    expected = {"attention/tpu": {"buffers": 4}, "index_scores/tpu": {"depth": 3}}
+    if gathers:
+        expected["attention/gather/tpu"] = {"picks": 128}
+    assert chosen == expected
+    assert made.source.startswith("static: ")
+    assert ("no schedule is printed" in made.source) == gathers
 
 
 def test_the_clock_chooses_the_fastest_that_keeps_every_bit(monkeypatch, tmp_path):

@@ -3,6 +3,7 @@
 Expected numbers are counted by hand in the dumps.
 """
 
+import dataclasses
 import sys
 
 import pytest
@@ -99,6 +100,19 @@ def test_of_two_alternatives_the_one_that_reads_is_steady():
     schedule = two_alternatives()
     assert schedule.cycles(schedule.loops[0], "steady") == 20
     assert schedule.busy(schedule.loops[0], "steady") == {"VALU": 10.0, "SALU": 10.0}
+
+
+def test_of_two_alternatives_that_both_read_the_longer_one_is_steady():
+    """Another that reads as much but hardly works, such as copies by themselves, runs as well."""
+    read = [llo_schedule.Dma(bundle=i, source="hbm", target="vmem", bytes=64) for i in (6, 16, 26)]
+    schedule = dataclasses.replace(
+        two_alternatives(),
+        regions=(Region(start=5, stop=14), *(Region(start=i, stop=i + 10) for i in (15, 25))),
+        loops=(Region(start=0, stop=36),),
+        dmas=tuple(read),
+    )
+    assert schedule.cycles(schedule.loops[0], "steady") == 36 - 9
+    assert schedule.read_bytes(schedule.loops[0], "steady") == 2 * 64
 
 
 def test_an_inner_loop_is_not_part_of_the_outer_ones_body():

@@ -47,6 +47,17 @@ def test_decode_stores_rows_as_it_is_told(oracles):
     assert loaded("--checkpoint", oracles / "tiny_c").geometry.row_format.name == "float32"
 
 
+def test_decode_cuts_blocks_as_it_is_told(oracles):
+    common = ("--checkpoint", oracles / "tiny_c", "--cache-format", "release_lanes")
+    one, four = loaded(*common), loaded(*common, "--cells-per-block", 4)
+    assert four.geometry.block_tokens == 4 * one.geometry.block_tokens
+    assert {format.align for format in stored(four.geometry)} == {128}
+    with pytest.raises(UserError, match="--cells-per-block 0: a block has at least one cell"):
+        loaded(*common, "--cells-per-block", 0)
+    with pytest.raises(UserError, match="no --cells-per-block"):
+        loaded(*common[:2], "--scheme", "generic", "--cells-per-block", 4)
+
+
 def test_decode_refuses_packed_rows_for_a_llama(oracles):
     with pytest.raises(UserError, match="release is for DeepSeek-V4: use float32 or bfloat16"):
         loaded("--checkpoint", oracles / "llama_tiny", "--cache-format", "release")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hybridkv.state.window import read_window, ring_after
+from hybridkv.state.window import read_window, ring_after, write_token
 
 read = jax.jit(read_window, static_argnums=2)
 after = jax.jit(ring_after)
@@ -74,3 +74,20 @@ def test_packed_rows_keep_their_bytes():
     assert got.dtype == jnp.uint8
     # Positions 7 ... 10 stand in the buffer from index 1 on (position 6 is its first row).
     np.testing.assert_array_equal(got[0, [3, 0, 1, 2]], buffer[0, 1:5])
+
+
+@pytest.mark.parametrize("kernels", ["reference", "tpu"])
+def test_one_row_goes_into_each_ring_that_is_named(kernels):
+    """Rings of five rows are nothing for the TPU's kernel: any window is written all the same."""
+    rings = np.arange(3 * 5 * 2, dtype=np.uint8).reshape(3, 5, 2)
+    slots, positions = [2, 3, 0], [13, 4, 5]  # the second is past the end
+    rows = np.array([[101, 102], [103, 104], [105, 106]], np.uint8)
+    got = jax.jit(write_token, static_argnames="kernels")(
+        jnp.asarray(rings),
+        *(jnp.asarray(x, jnp.int32) for x in (slots, positions)),
+        jnp.asarray(rows),
+        kernels=kernels,
+    )
+    expected = rings.copy()
+    expected[2, 3], expected[0, 0] = rows[0], rows[2]
+    np.testing.assert_array_equal(got, expected)

@@ -121,7 +121,9 @@ def test_plain_rows_are_not_rotated_nor_queries_rounded(query, name):
         ("bfloat16", 6880),
         ("bfloat16_words", 6880),
         ("release", 3514.25),
+        ("release_lanes", 4132),
         ("fp8_index", 3850.25),
+        ("fp8_index_lanes", 4804),
         ("v4.1", 1914),
     ],
 )
@@ -138,7 +140,8 @@ def test_what_a_token_of_flash_costs_in_each_choice(name, bytes_per_token):
 
 def test_all_choices_are_told_here():
     plain = {"float32", "bfloat16", "bfloat16_words"}
-    assert set(CACHE_FORMATS) == plain | {"release", "fp8_index", "v4.1"}
+    packed = {"release", "release_lanes", "fp8_index", "fp8_index_lanes"}
+    assert set(CACHE_FORMATS) == plain | packed | {"v4.1"}
 
 
 def test_a_runtime_takes_one_format_or_one_for_each_sort_of_row(model):

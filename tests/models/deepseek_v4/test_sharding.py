@@ -1,5 +1,6 @@
 """Parameters are split along outputs, evenly, and a step on a mesh gives what one device gives."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -71,9 +72,25 @@ def test_a_mesh_with_an_expert_axis_spreads_experts():
     assert set(whole[("blocks", 0, "experts", "up")]) == {None}
 
 
+def test_spread_matrices_are_split_over_every_device_that_divides_them():
+    model, mesh = abstract_model(), abstract_mesh(data=2, model=2)
+    flat = nnx.to_flat_state(sharding.shardings(model, mesh, sharding.SPREAD_RULES))
+    spread = {path: tuple(value.spec) for path, value in flat}
+    whole = {path: value.shape for path, value in nnx.to_flat_state(nnx.state(model))}
+    assert spread[("head", "weight")] == (("data", "model"), None)
+    for path, spec in spread.items():
+        for axes, size in zip(spec, whole[path], strict=True):
+            assert axes in (None, ("data", "model")), path
+            assert axes is None or size % 4 == 0
+    odd = abstract_mesh(data=3, model=2)
+    flat = nnx.to_flat_state(sharding.shardings(model, odd, sharding.SPREAD_RULES))
+    assert dict(flat)[("head", "weight")].spec[0] is None
+
+
 @pytest.mark.long
+@pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("axes", [(1, 2), (2, 1)])
-def test_a_decode_step_on_two_devices_agrees_with_one(axes):
+def test_a_decode_step_on_two_devices_agrees_with_one(axes, told):
     runtime = DeepseekV4Runtime(toy_model(TOY))
     options = toy_options(sequential=False)
     cache = empty_cache(Steps(runtime, options), slots=2, tokens=64)
@@ -88,6 +105,7 @@ def test_a_decode_step_on_two_devices_agrees_with_one(axes):
     params = [jax.device_put(x, place) for x, place in zip(runtime.params, places, strict=True)]
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     batch, cache = jax.device_put((batch, cache), everywhere)
-    shared = np.asarray(jax.jit(step)(params, batch, cache))
-    # Sums of norms are split too, so bits may differ by rounding.
+    with jax.set_mesh(mesh) if told else contextlib.nullcontext():
+        shared = np.asarray(jax.jit(step)(params, batch, cache))
+    # Untold, sums of norms are split too; told, only the products' shapes differ.
     np.testing.assert_allclose(shared, alone, rtol=1e-5, atol=1e-5)
