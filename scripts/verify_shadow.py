@@ -10,6 +10,7 @@ traffic must be found equal throughout.
 
 import contextlib
 import dataclasses
+import itertools
 import pathlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,8 +38,6 @@ from hybridkv.prefixes.plan import Plan
 from hybridkv.prefixes.policy import DENSE
 from hybridkv.state.batch import StepOptions
 from hybridkv.state.capacity import Capacity
-from hybridkv.tiers.faults import Faults, Point
-from hybridkv.tiers.host import HostTier
 from hybridkv.tiers.mover import Mover
 from hybridkv.tiers.options import TierOptions
 from models.deepseek_v4.runtime import DeepseekV4Runtime
@@ -51,7 +50,8 @@ RUNS = (("shadow", 1.0), ("full", 1.0), ("full", 0.25))
 SALT = "check"
 ENOUGH = 8
 """Requests for each that is to be affected: a fault need not change every answer."""
-HOST = PoolSizes(blocks=64, snapshots=64)
+ROOM = PoolSizes(blocks=64, snapshots=64)
+"""Of a tier."""
 Change = Callable[[Runner, Plan], None]
 
 
@@ -141,28 +141,32 @@ def faulty(engine: Engine, change: Change) -> Iterator[None]:
         yield
 
 
-class ZeroLoads(Faults):
-    """Host memory gives zeros."""
+class ZeroSide(CacheSide):
+    """What comes from a tier, right by every digest, reaches the cache as zeros."""
 
-    def reach(self, point: Point, data: Any = None, path: pathlib.Path | None = None) -> Any:
-        """As it is, but from host memory."""
-        if point is Point.HOST_LOAD and data is not None:
-            return np.zeros_like(np.asarray(data))
-        return data
+    def write_blocks(self, blocks: Sequence[jax.Array], places: np.ndarray) -> None:
+        """See ``CacheSide``."""
+        super().write_blocks([_zeros(x) for x in blocks], places)
+
+    def write_snapshot(self, words: jax.Array, place: int) -> None:
+        """See ``CacheSide``."""
+        super().write_snapshot(_zeros(words), place)
+
+
+def _zeros(x: jax.Array) -> jax.Array:
+    return jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
 
 
 @contextlib.contextmanager
-def host_memory(engine: Engine, faults: Faults) -> Iterator[None]:
-    """Host memory behind a compiled engine, for a while; nobody verifies what comes from it."""
-    runner = engine.runner
-    before, options = runner.sizes, TierOptions(host=HOST, faults=faults)
+def tier(engine: Engine, options: TierOptions, side: type[CacheSide]) -> Iterator[None]:
+    """A tier behind a compiled engine, for a while, which reaches the cache by ``side``."""
+    runner, before = engine.runner, engine.runner.sizes
     runner.sizes = dataclasses.replace(before, tiers=options)
     engine.reset()
-    runner.mover = Mover(CacheSide(runner), options, runner.identity)
+    runner.mover = Mover(side(runner), options, runner.identity)
     engine._restores = runner.mover
     try:
-        with mock.patch.object(HostTier, "verify", lambda self, held: None):
-            yield
+        yield
     finally:
         runner.close(timeout_s=30.0)
         runner.mover = engine._restores = None
@@ -191,7 +195,7 @@ class Row:
     """Those of which reuse gave other bits than a cold run, until it was caught or at all."""
     compared: int = 0
     loaded: int = 0
-    """Blocks and snapshots that came from host memory."""
+    """Blocks and snapshots that came from a tier."""
     caught: bool = False
     rolled_back: bool = False
     """By itself, for a mismatch, and the state file says so."""
@@ -248,7 +252,8 @@ class Traffic:
         state, counters = RolloutFile(path).read(), schemes.counters
         row.compared, row.caught = counters.compared, counters.mismatches > 0
         mover = self.engines["hybrid"].runner.mover
-        row.loaded = mover.counters.loaded[Tier.HOST] if mover is not None else 0
+        if mover is not None:
+            row.loaded = sum(mover.counters.loaded[tier] for tier in (Tier.HOST, Tier.DISK))
         row.stage_after, row.reason = state.stage.value, state.reason
         row.rolled_back = state.rolled_back and counters.rollbacks[RollbackCause.MISMATCH] == 1
         if row.caught:
@@ -275,7 +280,7 @@ def at_stage(path: pathlib.Path, stage: str) -> Rollout:
 
 
 def check(engines: Mapping[str, Engine] | None = None, *, seed: int = 0) -> list[Row]:
-    """Every fault at every stage and share, then host memory, then no fault at all.
+    """Every fault at every stage and share, then the tiers, then no fault at all.
 
     Args:
       engines: ``hybrid`` and ``cold``, of the toy model; made where they are not given.
@@ -291,12 +296,12 @@ def check(engines: Mapping[str, Engine] | None = None, *, seed: int = 0) -> list
                 row = Row(kind=kind, stage=stage, share=share, bound=bound)
                 with faulty(reuse, change):
                     rows.append(traffic.run(row, bound))
-        for faults in (ZeroLoads(), Faults()):
-            wrong = isinstance(faults, ZeroLoads)
-            kind = "host tier" if wrong else "none, host tier"
+        for name, wrong in itertools.product(("host", "disk"), (True, False)):
+            kind = f"{name} tier" if wrong else f"none, {name} tier"
             row = Row(kind=kind, stage="full", share=1.0, bound=1, faulty=wrong)
-            with host_memory(reuse, faults):
-                rows.append(traffic.run(row, 1, lambda: _to_host(reuse)))
+            options = _tier_options(name, pathlib.Path(folder) / f"store {wrong}")
+            with tier(reuse, options, ZeroSide if wrong else CacheSide):
+                rows.append(traffic.run(row, 1, lambda: _leave_to_the_tier(reuse)))
         row = Row(kind="none", stage="full", share=1.0, bound=1, faulty=False)
         rows.append(traffic.run(row, 1))
         for engine in engines.values():
@@ -335,8 +340,12 @@ def _until_caught(row: Row) -> str:
     return f"not in {row.affected}" if row.faulty else "-"
 
 
-def _to_host(engine: Engine) -> None:
-    """Leaves what is published in host memory alone."""
+def _tier_options(name: str, path: pathlib.Path) -> TierOptions:
+    return TierOptions(host=ROOM) if name == "host" else TierOptions(disk=ROOM, path=path)
+
+
+def _leave_to_the_tier(engine: Engine) -> None:
+    """What is published and stored leaves the device."""
     runner = engine.runner
     if runner.mover is None or not runner.mover.flush(timeout_s=30.0):
         return

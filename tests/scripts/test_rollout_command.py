@@ -120,7 +120,7 @@ def test_a_fault_in_each_kinds_restore_is_caught_within_the_bound(
     by_kind = {}
     for row in told["rows"]:
         by_kind.setdefault(row["kind"], []).append(row)
-    for kind in ("window", "tail", "compressed", "indexer", "host tier"):
+    for kind in ("window", "tail", "compressed", "indexer", "host tier", "disk tier"):
         for row in by_kind[kind]:
             assert (row["caught"], row["rolled_back"], row["stage_after"]) == (True, True, "off")
             assert 1 <= row["affected"] <= row["bound"]
@@ -128,7 +128,8 @@ def test_a_fault_in_each_kinds_restore_is_caught_within_the_bound(
             assert row["asked"] <= 3 * row["bound"], "the fault changes few answers"
     assert {row["stage"] for row in by_kind["window"]} == {"shadow", "full"}
     assert by_kind["none"][0]["compared"] == 9
-    assert by_kind["none, host tier"][0]["loaded"] >= 8 * verify_shadow.TILES
+    for name in ("host", "disk"):
+        assert by_kind[f"none, {name} tier"][0]["loaded"] >= 8 * verify_shadow.TILES
 
 
 def test_a_fault_that_nobody_compares_is_missed(engines, monkeypatch, tmp_path, capsys):
