@@ -40,6 +40,18 @@ def read_config(path: str | pathlib.Path) -> Mapping[str, Any]:
         raise ConfigError(f"{path} is not JSON: {error}") from error
 
 
+def checkpoint_folder(folder: str | pathlib.Path) -> pathlib.Path:
+    """The folder of a checkpoint.
+
+    Raises:
+      WeightsError: there is none.
+    """
+    folder = pathlib.Path(folder)
+    if not folder.is_dir():
+        raise WeightsError(f"no checkpoint folder at {folder}: pass one with config.json")
+    return folder
+
+
 def open_tensors(folder: str | pathlib.Path) -> TensorReaders:
     """Every tensor of all ``*.safetensors`` of a folder; nothing is read yet.
 

@@ -6,9 +6,11 @@ do the same in processes of their own; a round runs each figure once on every si
 
 import argparse
 import contextlib
+import sys
 import time
 from typing import Any
 
+import command_line
 import numpy as np
 from peer_process import PeerProcess
 
@@ -34,6 +36,23 @@ FIGURES = {
     "move": "reserve_lease_free_ms",
 }
 """Commands of both sides, and what their medians are called."""
+BARS = {
+    "plan_cold_hashing_ms": ("plan of 1,048,576 tokens, hashed anew, ms", 20.0),
+    "plan_last_block_new_ms": ("the same when only the last block is new, ms", 3.0),
+    "reserve_lease_free_ms": ("reserve, lease and free 8,192 blocks, ms", 3.0),
+    "bytes_an_entry": ("bytes an entry", 200.0),
+}
+"""What is asked: words, and the most that it may be."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Sizes of the measurement, and with whom it is shared."""
+    parser.add_argument("--blocks", type=int, default=1_000_000, help="entries of the directory")
+    parser.add_argument("--repeats", type=int, default=11, help="rounds, whose medians count")
+    parser.add_argument(
+        "--peer", nargs="+", default=[], choices=PEERS, help="measure these in turn with ours"
+    )
+    parser.add_argument("--peer-python", default=sys.executable, help="a Python that has the peers")
 
 
 def flash() -> Geometry:
@@ -197,3 +216,26 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         **mine,
         "peers": peers,
     }
+
+
+def report(result: dict[str, Any]) -> None:
+    """Each figure, its bar, and what it is on the other sides."""
+    peers = result["peers"]
+    columns = [f"{name} {peer['version']}" for name, peer in peers.items()]
+    command_line.print_table(
+        f"bookkeeping with {result['blocks_published']:,} published blocks",
+        ["what", "hybridkv", "bar", *(c for name in columns for c in (name, "ratio"))],
+        [
+            (
+                name,
+                f"{result[key]:.2f}",
+                f"{bar:g}",
+                *(
+                    cell
+                    for peer in peers.values()
+                    for cell in (f"{peer[key]:.2f}", f"{peer['ratio'][key]:.2f}x")
+                ),
+            )
+            for key, (name, bar) in BARS.items()
+        ],
+    )

@@ -5,11 +5,18 @@ policies, the peer and the cold runs take turns.
 """
 
 import argparse
+import contextlib
+import os
+import sys
+import tempfile
 import time
 from typing import Any
 
+import benchmark_model
+import command_line
 import jax
 import numpy as np
+from benchmark_peers import Peer
 
 from hybridkv.engine.runner import Runner, RunnerOptions
 from hybridkv.prefixes.policy import DEFAULT, DENSE, SnapshotPolicy
@@ -22,6 +29,16 @@ POLICIES: dict[str, SnapshotPolicy] = {"dense": DENSE, "default": DEFAULT}
 TOKENS = 3200
 SHARED = (3000, 1500)
 REQUESTS = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Sizes of the measurement, and with whom it is shared."""
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tile", type=int, default=128)
+    parser.add_argument("--peer", choices=["llama.cpp"], help="measure it in turn with ours")
+    parser.add_argument(
+        "--peer-python", default=sys.executable, help="a Python with the peers extra"
+    )
 
 
 def make_runner(runtime: DeepseekV4Runtime, tile: int, policies: int) -> Runner:
@@ -62,10 +79,27 @@ def prompts(rng: np.random.Generator, shared: int, vocab: int) -> list[np.ndarra
     ]
 
 
-def measure(
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Medians over rounds, by case, side and request.
+
+    Raises:
+      UserError: the peer cannot run.
+    """
+    model = benchmark_model.random_model(args.seed)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        peer = None
+        if args.peer:
+            benchmark_model.write(model, folder)
+            peer = Peer(args.peer, args.peer_python, folder, os.cpu_count() or 1)
+            stack.callback(peer.close)
+        result = measure_sides(DeepseekV4Runtime(model), peer, args)
+    return {**result, "peer": peer.about if peer else None}
+
+
+def measure_sides(
     runtime: DeepseekV4Runtime, peer: Any | None, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Medians over rounds, by case, side and request."""
+    """``measure`` with what it opens."""
     runner = make_runner(runtime, args.tile, len(POLICIES))
     rng = np.random.default_rng(args.seed)
     rows: list[dict[str, Any]] = []
@@ -128,3 +162,24 @@ def summarise(rows: list[dict[str, Any]], snapshot: int) -> list[dict[str, Any]]
             line["snapshot_bytes"] = line["snapshots"] * snapshot
         lines.append(line)
     return lines
+
+
+def report(result: dict[str, Any]) -> None:
+    """One row a case, side and request."""
+    command_line.print_table(
+        f"time to first token of {result['tokens']} tokens on {command_line.device_name()}",
+        ["side", "shared", "request", "reused", "seconds", "of cold", "snapshots", "MB of them"],
+        [
+            (
+                row["side"],
+                row["shared"],
+                row["request"],
+                row["reused"],
+                f"{row['seconds']:.3f}",
+                f"{row['share_of_cold']:.3f}",
+                row.get("snapshots", "-"),
+                f"{row['snapshot_bytes'] / 1e6:.1f}" if "snapshot_bytes" in row else "-",
+            )
+            for row in result["rows"]
+        ],
+    )

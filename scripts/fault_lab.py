@@ -166,13 +166,13 @@ class Lab:
         engine.counters = EngineCounters()
         if options is not None:
             runner.mover = Mover(CacheSide(runner), options, runner.identity, clock=self.clock)
-            engine._restores = runner.mover
+            engine.seating.restores = runner.mover
 
     def detach(self) -> bool:
         """Ends the tiers; whether all was stored."""
         engine = self.engine
         whole = engine.close(timeout_s=WAIT_S)
-        engine.runner.mover = engine._restores = None
+        engine.runner.mover = engine.seating.restores = None
         return whole
 
     @property

@@ -39,6 +39,7 @@ DIRECTORY = "hybridkv/prefixes/directory.py"
 ALLOCATOR = "hybridkv/blocks/allocator.py"
 EVICTION = "hybridkv/blocks/eviction.py"
 RUNNER = "hybridkv/engine/runner.py"
+HOLDS = "hybridkv/engine/holds.py"
 T_RESTORE = "tests/models/deepseek_v4/test_restore.py"
 T_REPLAY = "tests/models/deepseek_v4/test_replay_start.py"
 T_RUNNER = "tests/hybridkv/engine/test_runner.py"
@@ -267,9 +268,9 @@ MUTANTS = (
     ),
     Mutant(
         "a refused attempt leaves its lease behind",
-        RUNNER,
-        "                if receipt is not None:\n                    allocator.release(receipt)",
-        "                pass",
+        HOLDS,
+        "            if receipt is not None:\n                allocator.release(receipt)",
+        "            pass",
         (f"{T_RUNNER}::test_too_little_room_now_is_told_from_a_prompt_that_never_fits",),
     ),
     Mutant(
@@ -295,8 +296,8 @@ MUTANTS = (
     ),
     Mutant(
         "a plan's snapshot is not leased while room is made",
-        RUNNER,
-        "snapshot = self._lease_snapshot(plan)",
+        HOLDS,
+        "snapshot = _lease_snapshot(allocator, plan)",
         "snapshot = None",
         (f"{T_HOLDS}::test_blocks_and_snapshot_of_a_plan_are_leased_while_room_is_made",),
     ),

@@ -4,6 +4,7 @@ from mutant import Mutant
 
 ENGINE = "hybridkv/engine/engine.py"
 SCHEDULER = "hybridkv/engine/scheduler.py"
+SEATING = "hybridkv/engine/seating.py"
 PARKING = "hybridkv/engine/parking.py"
 T_SCHEDULER = "tests/hybridkv/engine/test_scheduler.py"
 T_PARKING = "tests/hybridkv/engine/test_parking.py"
@@ -81,14 +82,14 @@ ENGINE_MUTANTS = (
     ),
     Mutant(
         "a cancelled request keeps the room it was restored into",
-        ENGINE,
-        "        if task.hold is not None:\n            self.runner.drop(task.hold)\n",
+        SEATING,
+        "        if task.hold is not None:\n            self._runner.drop(task.hold)\n",
         "",
         (T_RESTORES, T_CANCEL),
     ),
     Mutant(
         "a load goes on writing after its request has ended",
-        ENGINE,
+        SEATING,
         "            task.ticket.cancel()\n        if task.hold is not None",
         "            pass\n        if task.hold is not None",
         ("tests/scenarios/test_abort.py", T_RESTORES),

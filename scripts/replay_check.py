@@ -18,7 +18,7 @@ import dataclasses
 import multiprocessing
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import command_line
 
@@ -44,30 +44,44 @@ ADVICE = {
 """The file, and the scheme that its lengths and its reuse speak for."""
 CURVE = (1000, 2000, 5000, 10000, 20000, 30000, 50000)
 """Blocks."""
-KNOWN: Mapping[str, Mapping[str, Any]] = {
-    "conversation": {
-        "ideal": 37.3,
-        "lru": (4.5, 5.5, 11.4, 21.6, 29.3, 33.2, 36.1),
-        "restorable": (93.7, 96.0, 94.7, 97.0, 99.1, 98.0),
-        "tight": 27.6,
-        "pages": 15.4e6,
-    },
-    "synthetic": {
-        "ideal": 65.0,
-        "lru": (8.6, 14.9, 28.4, 43.1, 58.2, 63.5, 65.0),
-        "restorable": (78.2, 89.5, 88.6, 97.1, 99.4, 98.7),
-        "tight": 56.7,
-        "pages": 15.4e6,
-    },
-    "agent": {
-        "ideal": 96.2,
-        "lru": (7.6, 29.1, 75.5, 92.6, 95.6, 96.2, 96.2),
-        "restorable": (99.8, 99.8, 99.9, 100.0, 100.0, 100.0),
-        "tight": 95.4,
-        "pages": 10.2e6,
-    },
+
+
+class Known(NamedTuple):
+    """What the other simulator gave for a trace, percent."""
+
+    ideal: float
+    lru: tuple[float, ...]
+    """At each size of ``CURVE``."""
+    restorable: tuple[float, ...]
+    """Of each of ``POLICIES``."""
+    tight: float
+    tokens: int
+    """That its cache held for ``tight``."""
+
+
+KNOWN = {
+    "conversation": Known(
+        37.3,
+        (4.5, 5.5, 11.4, 21.6, 29.3, 33.2, 36.1),
+        (93.7, 96.0, 94.7, 97.0, 99.1, 98.0),
+        27.6,
+        15_400_000,
+    ),
+    "synthetic": Known(
+        65.0,
+        (8.6, 14.9, 28.4, 43.1, 58.2, 63.5, 65.0),
+        (78.2, 89.5, 88.6, 97.1, 99.4, 98.7),
+        56.7,
+        15_400_000,
+    ),
+    "agent": Known(
+        96.2,
+        (7.6, 29.1, 75.5, 92.6, 95.6, 96.2, 96.2),
+        (99.8, 99.8, 99.9, 100.0, 100.0, 100.0),
+        95.4,
+        10_200_000,
+    ),
 }
-"""Percent; ``restorable`` in the order of ``POLICIES``."""
 POLICIES = ("ends", "ends+forks", "ends+32k", "ends+8k", "ends+2k", "ends+forks+8k")
 SNAPSHOTS = 1000
 ONE_TIER = 1e13
@@ -115,7 +129,6 @@ def cases(trace: str, parts: Sequence[str]) -> list[Case]:
     """All of one trace."""
     known = KNOWN[trace]
     every: list[Case] = []
-    pages = int(known["pages"])
 
     def add(
         part: str, label: str, options: RunOptions, percent: float | None, *, copied: bool = True
@@ -136,11 +149,11 @@ def cases(trace: str, parts: Sequence[str]) -> list[Case]:
             )
         )
 
-    add("ideal", "unlimited", _options("dense", Limit.NONE, eviction="lru"), known["ideal"])
-    for blocks, percent in zip(CURVE, known["lru"], strict=True):
+    add("ideal", "unlimited", _options("dense", Limit.NONE, eviction="lru"), known.ideal)
+    for blocks, percent in zip(CURVE, known.lru, strict=True):
         label = f"{blocks * BLOCK / 1e6:.2f} M tokens"
         add("lru", label, _options("dense", blocks * BLOCK, eviction="lru"), percent)
-    rows = dict(zip(POLICIES, known["restorable"], strict=True))
+    rows = dict(zip(POLICIES, known.restorable, strict=True))
     for policy, percent in rows.items():
         add("restorable", policy, _options(policy, Limit.NONE, replay=False), percent)
     replayed = {"default": rows["ends+forks"], "thinned": None, "none": None}
@@ -148,9 +161,9 @@ def cases(trace: str, parts: Sequence[str]) -> list[Case]:
         label = f"{name}, replays too"
         add("restorable", label, _options(name, Limit.NONE), least, copied=False)
     for eviction in ("lru", "value"):
-        options = _options("default", pages, snapshots=SNAPSHOTS, eviction=eviction)
-        add("tight", f"default, {SNAPSHOTS:,} snapshots, {eviction}", options, known["tight"])
-    options = _options("default", pages, snapshots=SNAPSHOTS, eviction="lru", replay=False)
+        options = _options("default", known.tokens, snapshots=SNAPSHOTS, eviction=eviction)
+        add("tight", f"default, {SNAPSHOTS:,} snapshots, {eviction}", options, known.tight)
+    options = _options("default", known.tokens, snapshots=SNAPSHOTS, eviction="lru", replay=False)
     # Told and not judged: the floor is the default's, which replays.
     add("tight", f"default, {SNAPSHOTS:,} snapshots, lru, copied only", options, None)
     return [case for case in every if case.part in parts]

@@ -59,6 +59,7 @@ from models.deepseek_v4.runtime import DeepseekV4Runtime
 
 TOLERANCE = 1e-4
 """Two right float32 implementations differ by about 3e-5 where logits have a deviation of 2."""
+MODELS = ["deepseek_v4", "llama"]
 ARRAYS = (
     "input_ids",
     "prefill_logits",
@@ -199,7 +200,7 @@ def models_of(args: argparse.Namespace) -> list[str]:
       UserError: a cache format for a model that has no choice of them.
     """
     if args.cache_format is None:
-        return args.model or ["deepseek_v4", "llama"]
+        return args.model or MODELS
     if args.model not in (None, ["deepseek_v4"]):
         raise UserError("--cache-format is for deepseek_v4: leave out --model llama")
     return [f"deepseek_v4-{args.cache_format}"]
@@ -272,7 +273,7 @@ def explore_world(args: argparse.Namespace) -> int:
 
 def engine(args: argparse.Namespace) -> int:
     """The ``engine`` subcommand."""
-    models = args.model or ["deepseek_v4", "llama"]
+    models = args.model or MODELS
     each = cdiv(args.requests, len(models))
     results = {model: verify_engine.verify(model, each, args.seed) for model in models}
     command_line.print_table(
@@ -321,7 +322,7 @@ def faults(args: argparse.Namespace) -> int:
 
 def handoff(args: argparse.Namespace) -> int:
     """The ``handoff`` subcommand."""
-    models = args.model or ["deepseek_v4", "llama"]
+    models = args.model or MODELS
     results = {
         m: verify_handoff.verify(m, cdiv(args.cases, len(models)), args.seed) for m in models
     }
@@ -346,46 +347,48 @@ def _positive(text: str) -> int:
     return number
 
 
-def main() -> int:
-    """Dispatches to the subcommand."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    parser_oracle = commands.add_parser("oracle", help="compare logits with another implementation")
-    parser_oracle.add_argument("folder", type=pathlib.Path, help="model and oracle.npz")
-    parser_oracle.add_argument("--tile", type=int, action="append", help="only these tile sizes")
-    parser_oracle.add_argument("--json", metavar="FILE", help="write the result here too")
-    parser_oracle.set_defaults(run=oracle)
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", action="append", choices=MODELS, help="only these")
+
+
+def _add_oracle(commands: Any) -> None:
+    parser = commands.add_parser("oracle", help="compare logits with another implementation")
+    parser.add_argument("folder", type=pathlib.Path, help="model and oracle.npz")
+    parser.add_argument("--tile", type=int, action="append", help="only these tile sizes")
+    parser.set_defaults(run=oracle)
+
+
+def _add_cells(commands: Any) -> None:
     for name, what in (
         ("restore", "restored against cold runs, bit for bit"),
         ("poison", "the same with NaN in every unused byte"),
     ):
-        cells = commands.add_parser(name, help=what)
-        cells.add_argument("--cells", type=_positive, help="about so many")
-        cells.add_argument(
-            "--model", action="append", choices=["deepseek_v4", "llama"], help="only these"
-        )
-        cells.add_argument(
+        parser = commands.add_parser(name, help=what)
+        parser.add_argument("--cells", type=_positive, help="about so many")
+        _add_models(parser)
+        parser.add_argument(
             "--cache-format",
             choices=list(CACHE_FORMATS),
             help="deepseek_v4 alone, stored like this",
         )
-        cells.set_defaults(run=restore_cells)
+        parser.set_defaults(run=restore_cells)
     tiered = commands.choices["restore"]
     tiered.add_argument("--tiers", metavar="LIST", help="some of device,host,disk")
     tiered.add_argument("--policies", metavar="LIST", help="all, or some of prefixes.policy's")
+
+
+def _add_small(commands: Any) -> None:
     parts = commands.add_parser("knockout", help="each kind of state removed")
     parts.add_argument("--repeats", type=_positive, default=4, help="prompts a part")
     parts.set_defaults(run=knockout)
-    commands.add_parser("explore", help="all states of a small world").set_defaults(
-        run=explore_world
-    )
+    world = commands.add_parser("explore", help="all states of a small world")
+    world.set_defaults(run=explore_world)
+
+
+def _add_engines(commands: Any) -> None:
     together = commands.add_parser("engine", help="requests together against each alone")
     together.add_argument("--requests", type=_positive, default=1000, help="of all models")
-    together.add_argument(
-        "--model", action="append", choices=["deepseek_v4", "llama"], help="only these"
-    )
+    _add_models(together)
     together.set_defaults(run=engine)
     for name, budget, run, what in (
         ("crash", verify_crash.BUDGET_S, crash, "a writer killed at each write point"),
@@ -393,21 +396,27 @@ def main() -> int:
     ):
         breaking = commands.add_parser(name, help=what)
         breaking.add_argument(
-            "--budget",
-            type=_positive,
-            default=budget,
-            metavar="SECONDS",
-            help="for all, about",
+            "--budget", type=_positive, default=budget, metavar="SECONDS", help="for all, about"
         )
         breaking.set_defaults(run=run)
     moved = commands.add_parser("handoff", help="sequences that change the process")
     moved.add_argument("--cases", type=_positive, default=80, help="about so many")
-    moved.add_argument("--model", action="append", choices=["deepseek_v4", "llama"])
+    _add_models(moved)
     moved.set_defaults(run=handoff)
-    checks = ("restore", "poison", "knockout", "explore", "engine", "crash", "faults", "handoff")
-    for command in checks:
-        commands.choices[command].add_argument("--seed", type=int, default=0)
-        commands.choices[command].add_argument("--json", metavar="FILE", help="write it here too")
+
+
+def main() -> int:
+    """Dispatches to the subcommand."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for add in (_add_oracle, _add_cells, _add_small, _add_engines):
+        add(commands)
+    for name, command in commands.choices.items():
+        if name != "oracle":  # nothing is drawn
+            command.add_argument("--seed", type=int, default=0)
+        command.add_argument("--json", metavar="FILE", help="write the result here too")
     args = parser.parse_args(sys.argv[1:])
     command_line.use_compilation_cache()
     return args.run(args)

@@ -11,7 +11,6 @@ modes of the writing processes.
 """
 
 import collections
-import contextlib
 import dataclasses
 import json
 import os
@@ -387,8 +386,10 @@ class Verifier:
             lab.detach()
         except Exception as error:  # this crash is over, and this is what it found
             crash.wrong.append(f"{type(error).__name__}: {error}")
-            with contextlib.suppress(Exception):
+            try:
                 lab.attach(None)
+            except Exception as later:  # told with what was found first
+                crash.wrong.append(f"the end of it: {type(later).__name__}: {later}")
         return crash
 
 

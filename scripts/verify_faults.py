@@ -189,8 +189,9 @@ class Trial:
         """Whatever a trial left behind ends with it."""
         try:
             self.lab.attach(None)
-        except Exception:
-            self.lab.engine.runner.mover = self.lab.engine._restores = None
+        except Exception as error:  # told beside what ended the trial
+            self.outcome.wrong.append(f"the end of it: {type(error).__name__}: {error}")
+            self.lab.engine.runner.mover = self.lab.engine.seating.restores = None
             self.lab.attach(None)
 
 

@@ -164,12 +164,12 @@ def tier(engine: Engine, options: TierOptions, side: type[CacheSide]) -> Iterato
     runner.sizes = dataclasses.replace(before, tiers=options)
     engine.reset()
     runner.mover = Mover(side(runner), options, runner.identity)
-    engine._restores = runner.mover
+    engine.seating.restores = runner.mover
     try:
         yield
     finally:
         runner.close(timeout_s=30.0)
-        runner.mover = engine._restores = None
+        runner.mover = engine.seating.restores = None
         runner.sizes = before
         engine.reset()
 

@@ -78,3 +78,11 @@ class Books(Allocator):
     def live(self):
         """Entries with a place somewhere."""
         return np.flatnonzero(self.entries.state.any(axis=0)).tolist()
+
+
+def give_up(allocator: Allocator, *tiers: Tier) -> None:
+    """Takes everything that is idle from these tiers, snapshots before their blocks."""
+    for tier in tiers:
+        for form, many in ((Form.SNAPSHOT, "snapshots"), (Form.BLOCK, "blocks")):
+            can_go = allocator.evictable(form, tier)
+            allocator.evict(tier=tier, **{many: can_go})

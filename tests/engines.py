@@ -81,7 +81,7 @@ def renewed(lab: "Lab") -> Iterator["Lab"]:
     engine._idle.clear()
     assert_at_rest(engine.runner)
     assert engine.runner.free_slots == engine.runner.sizes.capacity.slots
-    assert engine._parked_bytes == 0
+    assert engine.seating.parked_bytes == 0
     assert engine.counters.compilations == 0
 
 
@@ -95,18 +95,18 @@ class Lab:
 
     def renew(self) -> None:
         """Empties it and takes back what a test changed of it."""
-        self.engine._parked_bytes = 0  # of a test that failed
+        self.engine.seating.parked_bytes = 0  # of a test that failed
         with contextlib.suppress(CompiledAfterWarmUp):  # of other engines in this process
             self.engine._guard.check()
         self.engine.reset()
         self.engine.options = self._given
-        self.engine._text = self.engine._restores = None
+        self.engine._text = self.engine.seating.restores = None
         self.engine.counters = EngineCounters()
 
     def change(self, *, text: Any = None, restores: Any = None, **options: Any) -> None:
         """Other options, which compile nothing, until the next test."""
         self.engine.options = dataclasses.replace(self.engine.options, **options)
-        self.engine._text, self.engine._restores = text, restores
+        self.engine._text, self.engine.seating.restores = text, restores
 
     def alone(self, ids: np.ndarray, new: int, sampling: SamplingOptions | None = None) -> Output:
         """What these tokens give alone in an empty engine. Empties it."""
@@ -125,13 +125,13 @@ class Lab:
     def set_aside(self) -> Iterator[None]:
         """The engine as it was given, for a while; what is counted meanwhile does not count."""
         engine = self.engine
-        kept = engine.options, engine._text, engine._restores, engine.counters
+        kept = engine.options, engine._text, engine.seating.restores, engine.counters
         engine.options, engine.counters = self._given, EngineCounters()
-        engine._text = engine._restores = None
+        engine._text = engine.seating.restores = None
         try:
             yield
         finally:
-            engine.options, engine._text, engine._restores, engine.counters = kept
+            engine.options, engine._text, engine.seating.restores, engine.counters = kept
 
     def submit(self, ids: np.ndarray, new: int = 4, **more: Any) -> Handle:
         return self.engine.submit(Request(prompt=ids, max_new_tokens=new, **more))

@@ -16,6 +16,7 @@ from unittest import mock
 import jax
 import numpy as np
 import stores
+from bookkeeping import give_up
 from geometries import toy_geometry
 from hand_workers import Hands
 
@@ -253,10 +254,7 @@ class World:
 
     def evict(self, tier: Tier = Tier.DEVICE) -> None:
         """Makes a tier give up all that it can."""
-        for form in (Form.SNAPSHOT, Form.BLOCK):
-            count = self.allocator.evictable(form, tier)
-            many = {"blocks": count} if form == Form.BLOCK else {"snapshots": count}
-            self.allocator.evict(tier=tier, **many)
+        give_up(self.allocator, tier)
 
     def count(self, tier: Tier) -> int:
         """Published entries that are whole on a tier."""

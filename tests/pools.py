@@ -5,6 +5,16 @@ import numpy as np
 
 from pallas_kernels.blocks import BlockRows
 
+OTHER_POOLS = (
+    {"blocks": 5, "table": 5},
+    {"blocks": 300, "table": 200},
+    {"seed": 3},
+    {"fill": np.inf},
+    {"fill": 0.0},
+    {"fill": 1e38},
+)
+"""Of ``pooled``: what must not change any bit of a result."""
+
 
 def pooled(
     rows: np.ndarray,

@@ -1,4 +1,4 @@
-"""A lab's engine that gets tiers for a while, and gives up what they have."""
+"""A lab's engine that gets tiers for a while."""
 
 import contextlib
 import time
@@ -8,8 +8,6 @@ from typing import Any
 from engines import Lab
 from tiered import with_tiers
 
-from hybridkv.blocks.allocator import Allocator
-from hybridkv.blocks.entries import Form, Tier
 from hybridkv.blocks.invariants import check
 from hybridkv.tiers.mover import Mover
 
@@ -31,11 +29,3 @@ def lab_with_tiers(lab: Lab, path: Any, *, restore_s: float = 1e9, **more: Any) 
             engine._sleep = virtual
             check(engine.runner.allocator)
             assert not engine.runner.allocator.reservations.left
-
-
-def give_up(allocator: Allocator, *tiers: Tier) -> None:
-    """Takes everything that is idle from these tiers, snapshots before their blocks."""
-    for tier in tiers:
-        for form, many in ((Form.SNAPSHOT, "snapshots"), (Form.BLOCK, "blocks")):
-            can_go = allocator.evictable(form, tier)
-            allocator.evict(tier=tier, **{many: can_go})

@@ -1,4 +1,4 @@
-r"""Many requests over one runner: who runs when is the scheduler's, how is the runner's.
+r"""Many requests over one runner: the scheduler says who, seating seats them, the runner computes.
 
     submit --> Task --arrange--> hold, seat --select--> tile and decode steps --> sample --> pieces
                           \--> park, restore, expire            \--> publish, give back
@@ -18,59 +18,33 @@ from typing import Any
 
 import numpy as np
 
-from hybridkv.blocks.entries import Form
 from hybridkv.blocks.leases import LeaseError
 from hybridkv.blocks.pools import NoRoom
 from hybridkv.engine.choosing import SlotSampler
 from hybridkv.engine.counters import EngineCounters
 from hybridkv.engine.emission import last_text, take
-from hybridkv.engine.following import follow
-from hybridkv.engine.generate import check_prompt
 from hybridkv.engine.generated import GeneratedUse, Publish
 from hybridkv.engine.guard import CompileGuard, warming_up
 from hybridkv.engine.handle import Handle
 from hybridkv.engine.handoff import hand_off, resumption
 from hybridkv.engine.idle import IdleCounters, IdlePublisher
-from hybridkv.engine.parking import ParkedBytesLost, park, parked_bytes, unpark
+from hybridkv.engine.intake import prompt_of, tasks_of
+from hybridkv.engine.options import EngineOptions, RunnerOptions
 from hybridkv.engine.probe import Probe, probe
 from hybridkv.engine.protocol import StepModel
-from hybridkv.engine.requests import Finish, Output, Request, prompt_ids
-from hybridkv.engine.restores import Restores, RestoreState, RestoreTicket
-from hybridkv.engine.runner import Runner, RunnerOptions
-from hybridkv.engine.scheduler import FOREVER, Room, SchedulerOptions, Stage, arrange, select
-from hybridkv.engine.sequence import Hold, NoSlot, Sequence
-from hybridkv.engine.stops import StopMatcher
+from hybridkv.engine.requests import Finish, Output, Request
+from hybridkv.engine.restores import Restores
+from hybridkv.engine.runner import Runner
+from hybridkv.engine.scheduler import Stage, arrange, select
+from hybridkv.engine.seating import Seating
+from hybridkv.engine.sequence import NoSlot, Sequence
 from hybridkv.engine.task import Task, Text
 from hybridkv.errors import UserError
 from hybridkv.prefixes.identity import Identity
-from hybridkv.prefixes.plan import has_loads
 from hybridkv.state.batch import StepOptions
 from hybridkv.tiers.handoff_record import HandOff
 
-MOST_RESTORES = 3
-"""Times that one request may have its prefix brought."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """Choices of an engine. Only ``logprobs`` is compiled in."""
-
-    scheduler: SchedulerOptions = dataclasses.field(default_factory=SchedulerOptions)
-    publish: Publish = Publish.CANONICAL
-    """What becomes of generated tokens, unless a request says otherwise."""
-    logprobs: int = 0
-    """The most likeliest tokens that a request may ask for."""
-    park_bytes: int = 1 << 30
-    """Host memory for parked sequences; what does not fit is not preempted."""
-    restore_s: float = 1.0
-    """Seconds a request waits for its prefix to be loaded before it computes it."""
-    digests: bool = False
-    """Keep a digest of all logits of each output; costs their transfer and a hash."""
-    strict: bool = False
-    """Raise where something compiles after warm-up; otherwise it is counted."""
-    probe: bool = True
-    """Check at warm-up that lanes and neighbours change no bits here, and use one at a time if they
-    do."""
+__all__ = ["Engine", "EngineOptions"]
 
 
 class Engine:
@@ -106,7 +80,6 @@ class Engine:
           UserError: the device cannot address blocks of this model.
         """
         steps = dataclasses.replace(steps, all_logits=False)
-        self.options, self.counters = options, EngineCounters()
         self.probe: Probe | None = None
         with warming_up():
             self.runner = Runner(model, steps, sizes, identity=identity, clock=clock)
@@ -118,10 +91,17 @@ class Engine:
             )
             if options.probe:
                 self.probe, self.runner.cache = probe(self.runner.steps, self.runner.cache)
-        self._text, self._restores = text, restores or self.runner.mover
-        self._clock, self._sleep = clock, sleep
+        self.seating = Seating(
+            self.runner,
+            self._sampler,
+            options=options,
+            counters=EngineCounters(),
+            restores=restores or self.runner.mover,
+            clock=clock,
+        )
+        self._text, self._clock, self._sleep = text, clock, sleep
         self._tasks: dict[int, Task] = {}
-        self._next, self._version, self._parked_bytes = 0, 0, 0
+        self._next = 0
         self._decode_seconds = 0.0
         """Of the last turn's decode step; 0 where there was none."""
         self.on_turn: list[Callable[[], None]] = []
@@ -131,6 +111,24 @@ class Engine:
         self._idle = IdlePublisher(self.runner)
         self._guard = CompileGuard(mode="raise" if options.strict else "count")
         self._guard.arm()
+
+    @property
+    def options(self) -> EngineOptions:
+        """Choices; what is not compiled in may be replaced between two turns."""
+        return self.seating.options
+
+    @options.setter
+    def options(self, options: EngineOptions) -> None:
+        self.seating.options = options
+
+    @property
+    def counters(self) -> EngineCounters:
+        """What it did; replace it to count anew."""
+        return self.seating.counters
+
+    @counters.setter
+    def counters(self, counters: EngineCounters) -> None:
+        self.seating.counters = counters
 
     # Requests.
 
@@ -144,41 +142,22 @@ class Engine:
         Raises:
           UserError: it is not one this model takes, or can never fit. Nothing was taken.
         """
-        prompt = self._prompt(request)
+        prompt = prompt_of(request, self.runner, self.options, self._text)
         self.runner.require_fits(len(prompt) + request.max_new_tokens)
-        first: Task | None = None
-        tasks = []
-        for sample in range(request.samples):
-            seed = (request.sampling.seed + sample) % 2**32
-            chain = self.runner.chain(prompt, namespace=request.namespace)
-            stops = StopMatcher(frozenset(request.stop_tokens), request.stop)
-            publish = request.publish or self.options.publish
-            task = Task(
-                id=self._next + sample,
-                request=request,
-                output=Output(prompt_tokens=len(prompt), publish=publish),
-                prompt=prompt,
-                sampling=dataclasses.replace(request.sampling, seed=seed),
-                chain=chain,
-                arrived=self._clock(),
-                stops=stops,
-                text=self._text.stream() if self._text is not None else None,
-                leader=first,
-                leader_at=len(prompt),
-            )
-            first = first or task
-            tasks.append(task)
+        tasks = tasks_of(
+            request,
+            prompt,
+            self.runner,
+            self.options,
+            self._text,
+            first_id=self._next,
+            clock=self._clock,
+        )
         self._next += request.samples
         self._tasks |= {task.id: task for task in tasks}
         self.counters.submitted += len(tasks)
-        self._look_ahead(tasks[0])
+        self.seating.look_ahead(tasks[0])
         return Handle(tuple(tasks), driver=driver or self.step, cancel=self.cancel)
-
-    def _look_ahead(self, task: Task) -> None:
-        try:
-            self.runner.prefetch(task.chain, namespace=task.request.namespace)
-        except Exception as error:  # as for every restore
-            self.counters.note_failed_restore(error)
 
     def run(
         self, requests: Iterable[Request], *, progress: Callable[[Output], None] | None = None
@@ -246,12 +225,11 @@ class Engine:
           HandOffRefused: it is not whole, or not for this engine or request. Nothing was taken.
           UserError: as ``submit``.
         """
-        prompt = self._prompt(request)
+        prompt = prompt_of(request, self.runner, self.options, self._text)
         resumed = resumption(self.runner, handoff, request, prompt, self._text)
         handle = self.submit(request, driver=driver)
         resumed.give(handle.tasks[0])
-        handle.tasks[0].stage = Stage.PARKED
-        self._parked_bytes += resumed.parked.nbytes
+        self.seating.keep_parked(handle.tasks[0])
         return handle
 
     @property
@@ -304,7 +282,7 @@ class Engine:
             self._end(task, Finish.CANCELLED)
         end = time.monotonic() + timeout_s
         while self._idle.pending and time.monotonic() < end and self._idle.step():
-            self._turn_tiers()
+            self.seating.turn_tiers(decode_seconds=self._decode_seconds)
         self._idle.clear()
         return self.runner.close(timeout_s=max(end - time.monotonic(), 0.0))
 
@@ -320,7 +298,7 @@ class Engine:
 
     def _turn(self) -> bool:
         now = self._clock()
-        self._turn_tiers()
+        self.seating.turn_tiers(decode_seconds=self._decode_seconds)
         self._settle(now)
         lanes, tile = self._lanes, self.runner.options.tile
         work = select(self._jobs(), now, self.options.scheduler, lanes=lanes, tile=tile)
@@ -338,12 +316,6 @@ class Engine:
         self.counters.compilations += self._guard.check()
         return busy
 
-    def _turn_tiers(self) -> None:
-        try:
-            self.runner.turn(decode_seconds=self._decode_seconds)
-        except Exception as error:  # whatever a tier does, prompts can be computed
-            self.counters.note_failed_restore(error)
-
     @property
     def _lanes(self) -> int:
         # A tile step's lanes are places and neighbours at once.
@@ -353,7 +325,7 @@ class Engine:
     def _jobs(self) -> list[Any]:
         block, tile = self.runner.model.geometry.block_tokens, self.runner.options.tile
         return [
-            task.job(block_tokens=block, tile=tile, park_bytes=self._park_bytes(task))
+            task.job(block_tokens=block, tile=tile, park_bytes=self.seating.park_bytes(task))
             for task in self._tasks.values()
         ]
 
@@ -371,19 +343,18 @@ class Engine:
     def _settle(self, now: float) -> None:
         if not self._tasks:
             return
-        self._poll_restores()
+        self.seating.poll(self._tasks.values())
         jobs = self._jobs()
         queued = any(job.stage in (Stage.WAITING, Stage.PARKED) for job in jobs)
-        arrangement = arrange(jobs, self._room(count=queued), now, self.options.scheduler)
+        room = self.seating.room(idle_slots=int(self._idle.holds_room), count=queued)
+        arrangement = arrange(jobs, room, now, self.options.scheduler)
         for id_ in arrangement.expired:
             self._end(self._tasks[id_], Finish.TIMED_OUT)
         for id_ in arrangement.late:
-            self.counters.late_restores += 1
-            self._note_restore(self._tasks[id_], "late")
-            self._stop_restoring(self._tasks[id_])
+            self.seating.late(self._tasks[id_])
         for id_ in arrangement.park:
             if id_ in self._tasks:
-                self._preempt(self._tasks[id_])
+                self.seating.preempt(self._tasks[id_])
         for candidate in arrangement.admit:
             task = self._tasks.get(candidate.id)
             if task is None or task.follows:
@@ -391,179 +362,21 @@ class Engine:
             if not self._admit(task) and candidate.strict:
                 break
 
-    def _room(self, *, count: bool) -> Room:
-        runner, idle = self.runner, int(self._idle.holds_room)
-        blocks = 0
-        if count:
-            blocks = runner.allocator.available(Form.BLOCK) + runner.allocator.evictable(Form.BLOCK)
-        return Room(
-            slots=runner.free_slots + idle,
-            blocks=blocks,
-            version=self._version,
-            park_bytes=self.options.park_bytes - self._parked_bytes,
-        )
-
     def _admit(self, task: Task) -> bool:
-        """Seats a queued request, or sends it restoring; False where it has to wait."""
+        """Lets a queued request in, if need be in the place of idle work; False where it waits."""
         for attempt in ("as it is", "without idle work"):
             try:
-                if task.stage is Stage.PARKED:
-                    self._unpark(task)
-                elif follow(task, self._tasks.values(), self.runner):
-                    self.counters.followed += 1
-                    return True
-                else:
-                    self._start(task)
+                self.seating.admit(task, self._tasks.values())
             except (NoSlot, NoRoom, LeaseError):
                 if attempt == "as it is" and self._idle.holds_room:
                     self._idle.give_way()
                     continue
-                task.refused_at = self._version
+                task.refused_at = self.seating.version
                 return False
             except UserError as error:
                 self._end(task, Finish.FAILED, str(error))
             return True
         return False
-
-    def _start(self, task: Task) -> None:
-        runner, request = self.runner, task.request
-        restores = None if task.restored else self._restores
-        if not runner.free_slots and (restores is None or not self._would_load(task)):
-            raise NoSlot("all slots are taken")  # before anything is evicted for it
-        ours = restores is not None and restores is runner.mover
-        hold = runner.hold(task.chain, tokens=task.room, namespace=request.namespace, loads=ours)
-        if restores is not None:
-            task.hold, task.ticket = hold, self._begin_restore(restores, hold)
-            if task.ticket is not None:
-                task.restores += 1
-                task.stage = Stage.RESTORING
-                task.coming = task.brought.plus(runner.allocator.entries, hold.plan)
-                task.restore_began = self._clock()
-                task.restore_by = task.restore_began + self.options.restore_s
-                self.counters.restores += 1
-                return
-            task.restored, task.hold = not ours or has_loads(hold.plan), None
-            if task.restored and ours:
-                runner.drop(hold)
-                self._start(task)
-                return
-        task.hold = hold
-        try:
-            sequence = runner.seat(hold, policy=request.policy)
-        except NoSlot:
-            runner.drop(hold)
-            task.hold = None
-            raise
-        self._seated(task, sequence, Stage.PREFILLING)
-        task.output.exact = task.output.exact and sequence.exact
-        if task.output.plan is None:  # what it finds when it starts over is its own work
-            task.output.plan = sequence.plan
-            self.counters.reused_tokens += task.output.reused
-            self.counters.replayed_tokens += task.output.replayed
-            totals, geometry = self.counters.prompts, runner.model.geometry
-            self.counters.prompts = totals.plus(sequence.plan, geometry, task.brought)
-
-    def _would_load(self, task: Task) -> bool:
-        """Whether a request without a slot has something to wait for meanwhile."""
-        if self._restores is not self.runner.mover:
-            return True
-        plan = self.runner.plan(task.chain, namespace=task.request.namespace, loads=True)
-        return has_loads(plan)
-
-    def _begin_restore(self, restores: Restores, hold: Hold) -> RestoreTicket | None:
-        try:
-            return restores.begin(hold)
-        except Exception as error:  # whatever a tier does, the prompt can be computed
-            self.counters.note_failed_restore(error)
-            return None
-
-    def _restore_state(self, ticket: RestoreTicket) -> RestoreState:
-        try:
-            state = ticket.state()
-        except Exception as error:  # as above
-            self.counters.note_failed_restore(error)
-            return RestoreState.FAILED
-        self.counters.failed_restores += state is RestoreState.FAILED
-        return state
-
-    def _seated(self, task: Task, sequence: Sequence, stage: Stage) -> None:
-        task.hold, task.sequence, task.stage = None, sequence, stage
-        if not task.output.preemptions:
-            task.output.queued_s = self._clock() - task.arrived
-        seen = (task.prompt, np.asarray(task.output.tokens, np.int32))
-        self._sampler.seat(sequence.slot, task.sampling, seen)
-
-    def _poll_restores(self) -> None:
-        for task in list(self._tasks.values()):
-            if task.stage is not Stage.RESTORING or task.ticket is None:
-                continue
-            state = self._restore_state(task.ticket)
-            if state is not RestoreState.PENDING:
-                # What is pushed out again before there is a slot may be brought once more.
-                ours = self._restores is self.runner.mover and state is RestoreState.READY
-                self._note_restore(task, state.value)
-                if ours and task.hold is not None:
-                    task.output.loaded += self.runner.loaded_tokens(task.hold.plan)
-                    task.brought = task.coming
-                self._stop_restoring(task, again=ours and task.restores < MOST_RESTORES)
-
-    def _note_restore(self, task: Task, end: str) -> None:
-        self.counters.restore_seconds[end].note(self._clock() - task.restore_began)
-
-    def _stop_restoring(self, task: Task, *, again: bool = False) -> None:
-        """Back to the queue with what there is now. Nothing runs between this and its admission."""
-        task.restored = not again
-        assert task.hold is not None
-        if task.ticket is not None:
-            task.ticket.cancel()
-        self.runner.drop(task.hold)
-        task.hold = task.ticket = None
-        task.restore_by, task.stage = FOREVER, Stage.WAITING
-        self._version += 1
-
-    def _park_bytes(self, task: Task) -> int:
-        """Host memory that preempting it takes; a prompt starts over and takes none."""
-        if task.stage is not Stage.DECODING or task.sequence is None:
-            return 0
-        return parked_bytes(self.runner, task.sequence.computed)
-
-    def _preempt(self, task: Task) -> None:
-        """Takes a seat away: what decodes is parked, a prompt starts over from its blocks."""
-        assert task.sequence is not None
-        if task.stage is Stage.PREFILLING:
-            self.runner.finish(task.sequence)
-            task.stage = Stage.WAITING
-        else:
-            task.parked = park(self.runner, task.sequence)
-            self._parked_bytes += task.parked.nbytes
-            task.stage = Stage.PARKED
-        # Not again behind its leader, which may have come to wait for this one.
-        task.sequence = task.leader = None
-        task.output.preemptions += 1
-        self.counters.preemptions += 1
-        self._version += 1
-
-    def _unpark(self, task: Task) -> None:
-        assert task.parked is not None
-        try:
-            sequence = unpark(self.runner, task.parked)
-        except ParkedBytesLost:
-            self._recompute(task)
-            return
-        self._parked_bytes -= task.parked.nbytes
-        task.parked = None
-        self._seated(task, sequence, Stage.DECODING)
-
-    def _recompute(self, task: Task) -> None:
-        """Goes on without its state: all its tokens become a prompt, which changes bits."""
-        assert task.parked is not None
-        self.counters.lost_states += 1
-        self._parked_bytes -= task.parked.nbytes
-        task.parked, task.last = None, -1
-        task.stage, task.output.exact = Stage.WAITING, False
-        tokens = np.concatenate([task.prompt, np.asarray(task.output.tokens, np.int32)])
-        task.chain = self.runner.chain(tokens, namespace=task.request.namespace)
-        self._start(task)
 
     # What a turn computes.
 
@@ -584,7 +397,7 @@ class Engine:
                 ready.append((lane, task))
             elif sequence.computed in sequence.forks:
                 self.runner.publish(sequence)
-                self._version += 1
+                self.seating.version += 1
         if ready:
             self._finish_prompts(ready, logits)
 
@@ -595,7 +408,7 @@ class Engine:
         for _, task in ready:
             if task.sequence is not None:  # what ended here was published or refused by its end
                 self.runner.publish(task.sequence)
-                self._version += 1
+                self.seating.version += 1
 
     def _decode(self, tasks: list[Task]) -> None:
         tasks = [t for t in tasks if t.stage is Stage.DECODING and t.sequence is not None]
@@ -640,15 +453,9 @@ class Engine:
 
     def _end(self, task: Task, finish: Finish, reason: str = "") -> None:
         """Ends a request at whatever stage it is, and gives back all it held."""
-        if task.ticket is not None:
-            task.ticket.cancel()
-        if task.hold is not None:
-            self.runner.drop(task.hold)
-        if task.parked is not None:
-            self._parked_bytes -= task.parked.nbytes
         if task.sequence is not None:
             self._leave(task, task.sequence, finish)
-        task.hold = task.ticket = task.sequence = task.parked = task.leader = None
+        self.seating.give_back(task)
         output = task.output
         output.finish, output.reason = finish, reason
         if finish not in (Finish.STOP, Finish.FAILED, Finish.HANDED_OFF):
@@ -656,7 +463,6 @@ class Engine:
         if task.digest is not None:
             output.logits_digest = task.digest.hexdigest()
         del self._tasks[task.id]
-        self._version += 1
         self.counters.ended[finish] += 1
 
     def _leave(self, task: Task, sequence: Sequence, finish: Finish) -> None:
@@ -670,23 +476,3 @@ class Engine:
         done = finish in (Finish.LENGTH, Finish.STOP)
         if done and task.output.publish is Publish.CANONICAL and self.runner.sizes.reuse:
             self._idle.add(task.request.namespace, task.prompt, generated)
-
-    def _prompt(self, request: Request) -> np.ndarray:
-        prompt = request.prompt
-        if isinstance(prompt, str):
-            if self._text is None:
-                raise UserError("the prompt is text and the engine has no tokenizer: pass text=")
-            prompt = self._text.encode(prompt)
-        if request.stop and self._text is None:
-            raise UserError("stop strings need a tokenizer: pass text=, or use stop_tokens")
-        if request.logprobs is not None and request.logprobs > self.options.logprobs:
-            raise UserError(
-                f"logprobs is {request.logprobs} and the engine was made for "
-                f"{self.options.logprobs}: raise EngineOptions.logprobs"
-            )
-        return check_prompt(
-            self.runner.model,
-            prompt_ids(prompt),
-            max_new_tokens=request.max_new_tokens,
-            capacity_tokens=self.runner.capacity_tokens,
-        )

@@ -5,9 +5,10 @@ from collections.abc import Iterable
 from hybridkv.arithmetic import round_down
 from hybridkv.engine.runner import Runner
 from hybridkv.engine.scheduler import Stage
+from hybridkv.engine.sequence import Sequence
 from hybridkv.engine.task import Task
 from hybridkv.prefixes.hashing import equal_tokens
-from hybridkv.prefixes.needs import replay_start
+from hybridkv.prefixes.needs import replay_start, snapshot_kinds
 from hybridkv.prefixes.plan import Plan
 
 
@@ -28,12 +29,12 @@ def follow(task: Task, tasks: Iterable[Task], runner: Runner) -> bool:
     plan = runner.plan(task.chain, namespace=task.request.namespace)
     start = plan.start if isinstance(plan, Plan) else 0
     tile, resume = runner.options.tile, at
-    if not runner.keeps_fork(best.sequence, at):
+    if not _keeps_fork(runner, best.sequence, at):
         resume = replay_start(runner.model.geometry, at, tile)
     if resume < start + tile:
         return False
     task.leader, task.leader_at = best, at
-    runner.expect_fork(best.sequence, at)
+    _expect_fork(runner, best.sequence, at)
     return True
 
 
@@ -50,3 +51,21 @@ def _longest(task: Task, tasks: Iterable[Task], tile: int) -> tuple[Task | None,
         if common > at:
             best, at = other, common
     return best, at
+
+
+def _expect_fork(runner: Runner, sequence: Sequence, position: int) -> None:
+    """Another prompt leaves a sequence at a tile boundary that is still to come.
+
+    Where the runner keeps fork points, it gets a snapshot when it is reached.
+    """
+    sequence.forks = tuple(sorted({*sequence.forks, position}))
+    if runner.writes_snapshots and _keeps_fork(runner, sequence, position):
+        sequence.snapshots_at = tuple(sorted({*sequence.snapshots_at, position}))
+
+
+def _keeps_fork(runner: Runner, sequence: Sequence, position: int) -> bool:
+    """Whether a fork at a tile boundary still to come can be resumed from without a replay."""
+    if not snapshot_kinds(runner.model.geometry):
+        return True
+    kept = runner.writes_snapshots and runner.sizes.policy.forks
+    return kept and position >= sequence.exact_from

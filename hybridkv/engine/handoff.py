@@ -24,14 +24,14 @@ from hybridkv.engine.parking import (
     unpark,
 )
 from hybridkv.engine.requests import Piece, Request
-from hybridkv.engine.runner import NO_ENTRIES, Runner
+from hybridkv.engine.runner import Runner
 from hybridkv.engine.sequence import Sequence
 from hybridkv.engine.steps import MOVED_BLOCKS
 from hybridkv.engine.stops import StopMatcher
 from hybridkv.engine.task import Task, Text, TextStream
 from hybridkv.errors import UserError
 from hybridkv.prefixes.hashing import TokenChain, as_tokens
-from hybridkv.prefixes.plan import NO_GENERATIONS, Miss
+from hybridkv.prefixes.plan import NO_ENTRIES, NO_GENERATIONS, Miss
 from hybridkv.state.logical import state_of, state_words, whole_cells
 from hybridkv.state.packing import block_spans, state_spans
 from hybridkv.state.sequence import SequenceState

@@ -8,12 +8,22 @@ import jax
 
 from hybridkv.engine.protocol import StepModel
 from hybridkv.engine.steps import Steps, idle_tile
+from hybridkv.prefixes.identity import Identity, weights_digest
 from hybridkv.state.batch import StepOptions
 from hybridkv.state.cache import Cache
 from hybridkv.state.capacity import Capacity
 
 REFERENCE_TILES = 2
 LIBRARIES = ("jax", "jaxlib", "flax", "numpy")
+
+
+def identify(model: StepModel, options: StepOptions) -> Identity:
+    """The identity of everything this model stores under these options."""
+    return Identity.of_geometry(
+        model.geometry,
+        weights=weights_digest(model.params),
+        numerics=numerics_id(model, options),
+    )
 
 
 def numerics_id(model: StepModel, options: StepOptions) -> str:

@@ -137,7 +137,7 @@ def unpark(runner: Runner, parked: Parked) -> Sequence:
     own = allocator.take(reservation, Form.BLOCK, parked.room - still)
     allocator.cancel(reservation)
     allocator.touch(shared.entries)
-    sequence = runner.take_seat(
+    sequence = runner.slots.take(
         lambda slot: Sequence(
             slot=slot,
             chain=parked.chain,

@@ -17,65 +17,38 @@ import jax
 import numpy as np
 
 from hybridkv.arithmetic import cdiv
-from hybridkv.blocks.allocator import Allocator
-from hybridkv.blocks.entries import Form, Tier, kind_bits
-from hybridkv.blocks.eviction import EvictionPolicy
-from hybridkv.blocks.leases import LeaseError, Receipt
-from hybridkv.blocks.pools import NeverFits, NoRoom, PoolSizes
+from hybridkv.blocks.entries import Form, Tier
+from hybridkv.blocks.pools import NeverFits
 from hybridkv.engine import calibration
+from hybridkv.engine.books import empty_books
 from hybridkv.engine.cache_side import CacheSide
 from hybridkv.engine.generate import check_prompt
-from hybridkv.engine.numerics import numerics_id
+from hybridkv.engine.holds import drop_hold, take_hold, take_snapshot
+from hybridkv.engine.lanes import next_tile, next_tokens, require_decodes
+from hybridkv.engine.loads import bring, loading_options, turn_mover
+from hybridkv.engine.numerics import identify
+from hybridkv.engine.options import RunnerOptions
 from hybridkv.engine.protocol import StepModel
 from hybridkv.engine.publisher import Publisher
-from hybridkv.engine.sequence import Hold, NoSlot, Sequence
-from hybridkv.engine.steps import MOVED_BLOCKS, LaneTile, Steps, tile_batch
+from hybridkv.engine.sequence import Hold, Sequence
+from hybridkv.engine.slots import Slots
+from hybridkv.engine.steps import LaneTile, Steps, tile_batch
 from hybridkv.errors import UserError
 from hybridkv.prefixes.checks import byte_alignment
 from hybridkv.prefixes.cost import BY_TILES, CostModel
-from hybridkv.prefixes.directory import Directory
 from hybridkv.prefixes.hashing import TokenChain
-from hybridkv.prefixes.identity import Identity, weights_digest
+from hybridkv.prefixes.identity import Identity
 from hybridkv.prefixes.ledger import Ledger
-from hybridkv.prefixes.needs import block_kinds, snapshot_kinds
+from hybridkv.prefixes.needs import snapshot_kinds
 from hybridkv.prefixes.plan import Miss, Plan, PlanOptions, plan_prefix, reuse_is_off
-from hybridkv.prefixes.policy import DEFAULT, SnapshotPolicy
+from hybridkv.prefixes.policy import SnapshotPolicy
 from hybridkv.state import leaf
-from hybridkv.state.batch import DecodeBatch, StepOptions
+from hybridkv.state.batch import StepOptions
 from hybridkv.state.cache import Cache
-from hybridkv.state.capacity import Capacity
 from hybridkv.state.snapshot import Snapshots, snapshot_bytes
 from hybridkv.tiers.mover import Mover
-from hybridkv.tiers.options import TierOptions
-from hybridkv.tiers.tickets import RestoreState
 
-NO_ENTRIES = np.empty(0, np.int32)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunnerOptions:
-    """Sizes and policies of a runner. None of them changes a logit."""
-
-    capacity: Capacity
-    snapshots: int
-    """Snapshots on the device. One costs ``sum(snapshot_bytes(geometry).values())`` bytes."""
-    policy: SnapshotPolicy = DEFAULT
-    eviction: EvictionPolicy | None = None
-    """What goes first when room is short; None for seconds saved a byte, from ``cost``."""
-    cost: CostModel = BY_TILES
-    replay: bool = True
-    """Whether a lost sequence state may be rebuilt by recomputation."""
-    reuse: bool = True
-    """Off: nothing is published, and every prompt is computed from its first token."""
-    ledger: bool = True
-    """Keep every token ever computed, at 4 bytes each, so that plans know the ideal hit and blame
-    what is lost."""
-    tiers: TierOptions | None = None
-    """Host memory and disk beside the device; None keeps everything on the device. Where ``cost``
-    is left at its default it is then measured, so that nothing is loaded that is cheaper to
-    compute."""
-    debug: bool = False
-    """Walk all bookkeeping after every event."""
+__all__ = ["Runner", "RunnerOptions"]
 
 
 class Runner:
@@ -137,26 +110,12 @@ class Runner:
         geometry, sizes = self.model.geometry, self.sizes
         if self.mover is not None:
             self.mover.drop()
-        pools = {Tier.DEVICE: PoolSizes(blocks=sizes.capacity.blocks, snapshots=sizes.snapshots)}
-        if sizes.tiers is not None:
-            pools |= {Tier.HOST: sizes.tiers.host, Tier.DISK: sizes.tiers.disk}
-        self.allocator = Allocator(
-            pools,
-            policy=sizes.eviction
-            or calibration.eviction(geometry, self.options.tile, self.plan_options.cost),
-            clock=self._clock,
-            debug=sizes.debug,
-        )
-        self.directory = Directory(
-            self.allocator,
-            self.identity,
-            block_tokens=geometry.block_tokens,
-            required_kinds=kind_bits((*block_kinds(geometry), *snapshot_kinds(geometry))),
+        self.allocator, self.directory = empty_books(
+            geometry, sizes, self.plan_options, self.identity, clock=self._clock
         )
         self.publisher = Publisher(self.allocator, self.directory, geometry)
         self.ledger = Ledger() if sizes.ledger else None
-        self._free = list(range(sizes.capacity.slots))[::-1]
-        self._running: dict[int, Sequence] = {}
+        self.slots = Slots(sizes.capacity.slots)
         for tell in self.on_reset:
             tell()
         if self.mover is not None:
@@ -170,7 +129,7 @@ class Runner:
     @property
     def free_slots(self) -> int:
         """Slots that no sequence has."""
-        return len(self._free)
+        return len(self.slots.free)
 
     # From a prompt to a seat.
 
@@ -200,20 +159,10 @@ class Runner:
             ideal = min(self.ledger.longest(namespace, chain.tokens), chain.length - 1)
         if not self.sizes.reuse:
             return reuse_is_off(chain.length, self.plan_options, ideal)
-        options = self._loading_options() if loads and self.mover is not None else self.plan_options
+        options = self.plan_options
+        if loads and self.mover is not None:
+            options = loading_options(options, self.mover, snapshots=self.sizes.snapshots > 0)
         return plan_prefix(self.directory, chain, self.model.geometry, options, ideal=ideal)
-
-    def _loading_options(self) -> PlanOptions:
-        """With what loads were seen to cost."""
-        assert self.mover is not None
-        cost = self.plan_options.cost
-        rates = {**cost.bytes_per_second, **self.mover.bytes_per_second}
-        return dataclasses.replace(
-            self.plan_options,
-            loads=True,
-            load_snapshots=self.sizes.snapshots > 0,
-            cost=dataclasses.replace(cost, bytes_per_second=rates),
-        )
 
     def require_fits(self, tokens: int) -> int:
         """Blocks of a sequence of ``tokens`` tokens.
@@ -242,40 +191,14 @@ class Runner:
           NeverFits: the pool is too small for it.
         """
         total = self.require_fits(tokens)
-        plan, allocator = self.plan(chain, namespace=namespace, loads=loads), self.allocator
-        shared = snapshot = None
-        forms = allocator.entries.form[plan.loads if isinstance(plan, Plan) else NO_ENTRIES]
-        brought = int((forms == Form.BLOCK).sum())
-        try:
-            if isinstance(plan, Plan):
-                shared = allocator.lease(plan.entries, plan.generations)
-                snapshot = self._lease_snapshot(plan)
-            else:
-                shared = allocator.lease(NO_ENTRIES)
-            blocks = total - len(shared.entries)
-            reservation = allocator.reserve(blocks=blocks + brought, snapshots=len(forms) - brought)
-        except (LeaseError, NoRoom, UserError):
-            for receipt in (shared, snapshot):
-                if receipt is not None:
-                    allocator.release(receipt)
-            raise
-        return Hold(
-            chain=chain,
-            namespace=namespace,
-            plan=plan,
-            tokens=tokens,
-            shared=shared,
-            snapshot=snapshot,
-            reservation=reservation,
-            blocks=blocks,
+        plan = self.plan(chain, namespace=namespace, loads=loads)
+        return take_hold(
+            self.allocator, chain, plan, namespace=namespace, tokens=tokens, blocks=total
         )
 
     def drop(self, hold: Hold) -> None:
         """Gives back what ``hold`` took."""
-        self.allocator.cancel(hold.reservation)
-        self.allocator.release(hold.shared)
-        if hold.snapshot is not None:
-            self.allocator.release(hold.snapshot)
+        drop_hold(self.allocator, hold)
 
     def seat(
         self,
@@ -295,66 +218,37 @@ class Runner:
         Raises:
           NoSlot: no slot is free; the hold stays as it is.
         """
-        if not self._free:
-            raise NoSlot(f"all {self.sizes.capacity.slots} slots are taken")
+        self.slots.require_free()
         assert isinstance(hold.plan, Miss) or not len(hold.plan.loads), "not brought yet"
-        allocator = self.allocator
-        generated, read = self.publisher.generated, [hold.shared.entries]
-        if hold.snapshot is not None:
-            read.append(hold.snapshot.entries)
+        allocator, generated = self.allocator, self.publisher.generated
         if generated_from is None:
             generated.found(hold.shared.entries)
         own = allocator.take(hold.reservation, Form.BLOCK, hold.blocks)
         allocator.cancel(hold.reservation)
-        sequence = Sequence(
-            slot=self._free.pop(),
-            chain=hold.chain,
-            namespace=hold.namespace,
-            prompt_tokens=hold.chain.length,
-            plan=hold.plan,
-            shared=hold.shared,
-            own=own,
-            computed=hold.plan.start if isinstance(hold.plan, Plan) else 0,
-            exact=generated.exact(np.concatenate(read)),
-            generated_from=generated_from,
-            policy=policy or self.sizes.policy,
-        )
-        if self._writes_snapshots:
-            sequence.snapshots_at = sequence.policy.positions(
-                tokens=sequence.prompt_tokens,
-                start=sequence.start,
-                exact_from=sequence.exact_from,
-                shared=sequence.shared_tokens,
-                tile=self.options.tile,
+        sequence = self.slots.take(
+            lambda slot: Sequence.of(
+                hold,
+                slot=slot,
+                own=own,
+                exact=generated.exact(hold.read),
+                policy=policy or self.sizes.policy,
+                generated_from=generated_from,
             )
+        )
+        if self.writes_snapshots:
+            sequence.snapshots_at = sequence.snapshot_positions(self.options.tile)
         self._admit(sequence)
         allocator.touch(hold.shared.entries)
         if hold.snapshot is not None:
             allocator.touch(hold.snapshot.entries)
             # Reading it is dispatched before anything that could overwrite it.
             allocator.release(hold.snapshot)
-        self._running[sequence.slot] = sequence
         return sequence
 
     @property
-    def _writes_snapshots(self) -> bool:
+    def writes_snapshots(self) -> bool:
+        """Whether prompts may leave snapshots: the model has states, and reuse is on."""
         return bool(snapshot_kinds(self.model.geometry)) and self.sizes.reuse
-
-    def expect_fork(self, sequence: Sequence, position: int) -> None:
-        """Another prompt shares a sequence's tokens up to a tile boundary that is still to come.
-
-        Where the runner keeps fork points, it gets a snapshot when it is reached.
-        """
-        sequence.forks = tuple(sorted({*sequence.forks, position}))
-        if self._writes_snapshots and self.keeps_fork(sequence, position):
-            sequence.snapshots_at = tuple(sorted({*sequence.snapshots_at, position}))
-
-    def keeps_fork(self, sequence: Sequence, position: int) -> bool:
-        """Whether a fork at a tile boundary still to come can be resumed from without a replay."""
-        if not snapshot_kinds(self.model.geometry):
-            return True
-        kept = self._writes_snapshots and self.sizes.policy.forks
-        return kept and position >= sequence.exact_from
 
     def start(
         self,
@@ -387,8 +281,7 @@ class Runner:
             max_new_tokens=max_new_tokens,
             capacity_tokens=self.capacity_tokens,
         )
-        if not self._free:
-            raise NoSlot(f"all {self.sizes.capacity.slots} slots are taken")
+        self.slots.require_free()
         chain = chain or self.chain(prompt, namespace=namespace)
         if not np.array_equal(chain.tokens, prompt):
             raise UserError(
@@ -397,29 +290,13 @@ class Runner:
             )
         tokens = len(prompt) + max_new_tokens
         if self.mover is not None:
-            self._bring(chain, tokens, namespace)
+            hold = self.hold(chain, tokens=tokens, namespace=namespace, loads=True)
+            try:
+                bring(self.mover, hold)
+            finally:
+                self.drop(hold)
         hold = self.hold(chain, tokens=tokens, namespace=namespace)
         return self.seat(hold, policy=policy)
-
-    def _bring(self, chain: TokenChain, tokens: int, namespace: str) -> None:
-        """Waits until what a plan would load is on the device, or will not come."""
-        assert self.mover is not None
-        hold = self.hold(chain, tokens=tokens, namespace=namespace, loads=True)
-        ticket = self.mover.begin(hold)
-        try:
-            while ticket is not None and ticket.state() is RestoreState.PENDING:
-                if not self.mover.turn():
-                    time.sleep(1e-4)
-        finally:
-            if ticket is not None:
-                ticket.cancel()
-            self.drop(hold)
-
-    def loaded_tokens(self, plan: Plan | Miss) -> int:
-        """Tokens of the blocks that a plan has brought."""
-        loads = plan.loads if isinstance(plan, Plan) else NO_ENTRIES
-        blocks = int((self.allocator.entries.form[loads] == Form.BLOCK).sum())
-        return blocks * self.model.geometry.block_tokens
 
     def turn(self, *, decode_seconds: float = 0.0) -> bool:
         """Lets the tiers get on: once a turn of whoever runs sequences; whether anything moved.
@@ -430,12 +307,12 @@ class Runner:
         """
         if self.mover is None:
             return False
-        size = MOVED_BLOCKS * self.model.geometry.block_bytes
-        seconds = self.plan_options.cost.copy(Tier.HOST, size)
-        if not decode_seconds or not seconds:
-            return self.mover.turn()
-        share = self.mover.options.decode_share * decode_seconds
-        return self.mover.turn(allowance=share / seconds)
+        return turn_mover(
+            self.mover,
+            self.plan_options.cost,
+            block_bytes=self.model.geometry.block_bytes,
+            decode_seconds=decode_seconds,
+        )
 
     def prefetch(self, chain: TokenChain, *, namespace: str = "") -> None:
         """Starts to read what a prompt that waits would load from disk."""
@@ -447,12 +324,6 @@ class Runner:
     def close(self, *, timeout_s: float = 30.0) -> bool:
         """Stores what waits to be stored, within a time; whether all was. Ends the tiers."""
         return self.mover is None or self.mover.close(timeout_s=timeout_s)
-
-    def _lease_snapshot(self, plan: Plan) -> Receipt | None:
-        if plan.snapshot < 0:
-            return None
-        entry = np.array([plan.snapshot], np.int32)
-        return self.allocator.lease(entry, np.array([plan.snapshot_generation], np.uint32))
 
     def table(self, sequence: Sequence) -> np.ndarray:
         """Its block table, int32 ``[blocks_per_sequence]``."""
@@ -474,19 +345,6 @@ class Runner:
             length=sequence.start,
             place=place,
         )
-
-    def take_seat(self, sequence_of: Callable[[int], Sequence]) -> Sequence:
-        """Gives a free slot to what ``sequence_of`` makes for it; for states that come back.
-
-        Raises:
-          NoSlot: no slot is free.
-        """
-        if not self._free:
-            raise NoSlot(f"all {self.sizes.capacity.slots} slots are taken")
-        sequence = sequence_of(self._free[-1])
-        self._free.pop()
-        self._running[sequence.slot] = sequence
-        return sequence
 
     # Computing.
 
@@ -536,28 +394,15 @@ class Runner:
         return logits
 
     def _lane(self, sequence: Sequence) -> LaneTile:
-        self._check_running(sequence)
-        if not sequence.tokens_left:
-            raise UserError("the prompt is computed already: decode its next token")
-        end = min(sequence.computed + self.options.tile, sequence.prompt_tokens)
-        plan = sequence.plan
-        return LaneTile(
-            tokens=sequence.chain.tokens[sequence.computed : end],
-            slot=sequence.slot,
-            start=sequence.computed,
-            known_from=plan.known_from if isinstance(plan, Plan) else 0,
-            write_from=sequence.shared_tokens,
-        )
+        self.slots.require_running(sequence)
+        return next_tile(sequence, self.options.tile)
 
     def store_snapshot(self, sequence: Sequence) -> None:
         """Copies the state, which stands at a tile boundary, if there is room for a snapshot."""
-        try:
-            reservation = self.allocator.reserve(snapshots=1)
-        except (NoRoom, UserError):
+        receipt = take_snapshot(self.allocator)
+        if receipt is None:
             sequence.skipped_snapshots += 1
             return
-        receipt = self.allocator.take(reservation, Form.SNAPSHOT, 1)
-        self.allocator.cancel(reservation)
         place = int(self.allocator.entries.place[Tier.DEVICE, receipt.entries[0]])
         self.snapshots = self.steps.write_snapshot(
             self.snapshots, self.cache, slot=sequence.slot, place=place
@@ -571,33 +416,15 @@ class Runner:
 
     def advance(self, tokens: Mapping[Sequence, int]) -> jax.Array:
         """Consumes one token of each sequence; the step's logits, float32 ``[slots, vocab]``."""
-        slots = self.sizes.capacity.slots
-        ids, active = np.zeros(slots, np.int32), np.zeros(slots, bool)
-        for sequence, token in tokens.items():
-            self._check_decodes(sequence)
-            ids[sequence.slot], active[sequence.slot] = token, True
+        for sequence in tokens:
+            self.slots.require_running(sequence)
+            require_decodes(sequence, self.model.geometry.block_tokens)
+        batch = next_tokens(tokens, self.sizes.capacity.slots)
         for sequence, token in tokens.items():
             sequence.generated.append(token)
             sequence.computed += 1
-        batch = DecodeBatch(tokens=jax.device_put(ids), active=jax.device_put(active))
         logits, self.cache = self.steps.decode(batch, self.cache)
         return logits
-
-    def _check_decodes(self, sequence: Sequence) -> None:
-        self._check_running(sequence)
-        if sequence.tokens_left:
-            raise UserError(
-                f"{sequence.tokens_left} tokens of the prompt are not computed yet: call "
-                "prefill(sequence) first"
-            )
-        room = self.model.geometry.block_tokens * (
-            len(sequence.shared.entries) + len(sequence.own.entries)
-        )
-        if sequence.computed >= room:
-            raise UserError(
-                f"the sequence has no room for another token: it was started for {room} tokens; "
-                "give start() a larger max_new_tokens"
-            )
 
     # Publishing and giving back.
 
@@ -615,7 +442,7 @@ class Runner:
 
         Marks them: a sequence that reads them is not ``exact``.
         """
-        self._check_running(sequence)
+        self.slots.require_running(sequence)
         if self.sizes.reuse and sequence.generated and not sequence.tokens_left:
             self.publisher.as_decoded(sequence)
 
@@ -624,7 +451,7 @@ class Runner:
 
         Also ends a sequence whose prompt is only partly computed: its whole blocks are published.
         """
-        self._check_running(sequence)
+        self.slots.require_running(sequence)
         self.publish(sequence)
         computed = np.concatenate(
             [
@@ -637,27 +464,12 @@ class Runner:
 
     def release(self, sequence: Sequence) -> None:
         """Gives slot and claims back and publishes nothing; ``finish`` is what ends a sequence."""
-        self._check_running(sequence)
+        self.slots.require_running(sequence)
         for receipt in (sequence.shared, sequence.own, *(r for _, r in sequence.stored)):
             self.allocator.release(receipt)
         sequence.stored = []
-        sequence.finished = True
-        del self._running[sequence.slot]
-        self._free.append(sequence.slot)
+        self.slots.give_back(sequence)
 
     def _note(self, namespace: str, tokens: np.ndarray) -> None:
         if self.ledger is not None:
             self.ledger.add(namespace, tokens)
-
-    def _check_running(self, sequence: Sequence) -> None:
-        if sequence.finished or self._running.get(sequence.slot) is not sequence:
-            raise UserError("this sequence is finished: start a new one")
-
-
-def identify(model: StepModel, options: StepOptions) -> Identity:
-    """The identity of everything this model stores under these options."""
-    return Identity.of_geometry(
-        model.geometry,
-        weights=weights_digest(model.params),
-        numerics=numerics_id(model, options),
-    )

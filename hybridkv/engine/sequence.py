@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import numpy as np
+
 from hybridkv.blocks.leases import Receipt
 from hybridkv.blocks.pools import Reservation
 from hybridkv.prefixes.hashing import TokenChain
@@ -29,6 +31,13 @@ class Hold:
     reservation: Reservation
     blocks: int
     """Blocks in the reservation."""
+
+    @property
+    def read(self) -> np.ndarray:
+        """Entries that it reads, int32: the shared blocks, then the snapshot."""
+        if self.snapshot is None:
+            return self.shared.entries
+        return np.concatenate([self.shared.entries, self.snapshot.entries])
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -61,6 +70,32 @@ class Sequence:
     """Where the tokens of an earlier request's output begin in this prompt, if they do."""
     finished: bool = False
 
+    @classmethod
+    def of(
+        cls,
+        hold: Hold,
+        *,
+        slot: int,
+        own: Receipt,
+        exact: bool,
+        policy: SnapshotPolicy,
+        generated_from: int | None,
+    ) -> "Sequence":
+        """A held prompt in a slot, with the blocks of its reservation as its ``own``."""
+        return cls(
+            slot=slot,
+            chain=hold.chain,
+            namespace=hold.namespace,
+            prompt_tokens=hold.chain.length,
+            plan=hold.plan,
+            shared=hold.shared,
+            own=own,
+            computed=hold.plan.start if isinstance(hold.plan, Plan) else 0,
+            exact=exact,
+            generated_from=generated_from,
+            policy=policy,
+        )
+
     @property
     def start(self) -> int:
         """First position that is computed."""
@@ -80,3 +115,13 @@ class Sequence:
     def tokens_left(self) -> int:
         """Prompt tokens that are not computed yet."""
         return max(self.prompt_tokens - self.computed, 0)
+
+    def snapshot_positions(self, tile: int) -> tuple[int, ...]:
+        """Tile boundaries of its prompt where its policy writes snapshots."""
+        return self.policy.positions(
+            tokens=self.prompt_tokens,
+            start=self.start,
+            exact_from=self.exact_from,
+            shared=self.shared_tokens,
+            tile=tile,
+        )

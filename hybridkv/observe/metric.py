@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from hybridkv.blocks.entries import Form, Tier
 from hybridkv.kinds import Kind
@@ -12,6 +12,8 @@ from hybridkv.tiers.durations import Durations
 
 Labels = tuple[str, ...]
 Sample = tuple[Labels, float | Durations]
+Read = TypeVar("Read")
+"""What a metric is read from."""
 
 
 class Type(enum.Enum):
@@ -42,6 +44,69 @@ class Metric:
     """A counter that the panel divides its rate by."""
 
 
+@dataclasses.dataclass(frozen=True)
+class MetricsOf(Generic[Read]):
+    """Writes down the metrics that are read from one sort of numbers."""
+
+    prefix: str
+    """Of every name, with what parts it from the rest."""
+
+    def one(self, value: Callable[[Read], float]) -> Callable[[Read], Iterable[Sample]]:
+        """What is read for a metric without labels."""
+        return lambda numbers: [((), value(numbers))]
+
+    def counter(
+        self,
+        name: str,
+        help: str,
+        read: Callable[[Read], Iterable[Sample]],
+        *labels: str,
+        row: str,
+        unit: str = "cps",
+        over: str = "",
+    ) -> Metric:
+        """A counter; ``over`` is another one's name without prefix and ending."""
+        return Metric(
+            name=f"{self.prefix}{name}_total",
+            type=Type.COUNTER,
+            help=help,
+            read=read,
+            labels=labels,
+            row=row,
+            unit=unit,
+            over=f"{self.prefix}{over}_total" if over else "",
+        )
+
+    def gauge(
+        self,
+        name: str,
+        help: str,
+        read: Callable[[Read], Iterable[Sample]],
+        *labels: str,
+        row: str,
+        unit: str = "short",
+    ) -> Metric:
+        """A gauge."""
+        full = f"{self.prefix}{name}"
+        return Metric(
+            name=full, type=Type.GAUGE, help=help, read=read, labels=labels, row=row, unit=unit
+        )
+
+    def histogram(
+        self,
+        name: str,
+        help: str,
+        read: Callable[[Read], Iterable[Sample]],
+        *labels: str,
+        row: str,
+    ) -> Metric:
+        """A histogram of seconds."""
+        full = f"{self.prefix}{name}_seconds"
+        return Metric(
+            name=full, type=Type.HISTOGRAM, help=help, read=read, labels=labels, row=row, unit="s"
+        )
+
+
 def tier_name(tier: Tier) -> str:
     """As labels and events write it."""
     return tier.name.lower()
@@ -50,11 +115,6 @@ def tier_name(tier: Tier) -> str:
 def form_name(form: Form) -> str:
     """As labels and events write it."""
     return form.name.lower()
-
-
-def one(value: Callable[[Numbers], float]) -> Callable[[Numbers], Iterable[Sample]]:
-    """Of a metric without labels."""
-    return lambda numbers: [((), value(numbers))]
 
 
 def duration(value: Callable[[Numbers], Durations]) -> Callable[[Numbers], Iterable[Sample]]:
@@ -84,62 +144,6 @@ def pools(value: Callable[[Numbers, Form, Tier], float]) -> Callable[[Numbers], 
     ]
 
 
-def counter(
-    name: str,
-    help: str,
-    read: Callable[[Numbers], Iterable[Sample]],
-    *labels: str,
-    row: str,
-    unit: str = "cps",
-    over: str = "",
-) -> Metric:
-    """A counter; ``over`` is another one's name without prefix and ending."""
-    return Metric(
-        name=f"hybridkv_{name}_total",
-        type=Type.COUNTER,
-        help=help,
-        read=read,
-        labels=labels,
-        row=row,
-        unit=unit,
-        over=f"hybridkv_{over}_total" if over else "",
-    )
-
-
-def gauge(
-    name: str,
-    help: str,
-    read: Callable[[Numbers], Iterable[Sample]],
-    *labels: str,
-    row: str,
-    unit: str = "short",
-) -> Metric:
-    """A gauge."""
-    return Metric(
-        name=f"hybridkv_{name}",
-        type=Type.GAUGE,
-        help=help,
-        read=read,
-        labels=labels,
-        row=row,
-        unit=unit,
-    )
-
-
-def histogram(
-    name: str,
-    help: str,
-    read: Callable[[Numbers], Iterable[Sample]],
-    *labels: str,
-    row: str,
-) -> Metric:
-    """A histogram of seconds."""
-    return Metric(
-        name=f"hybridkv_{name}_seconds",
-        type=Type.HISTOGRAM,
-        help=help,
-        read=read,
-        labels=labels,
-        row=row,
-        unit="s",
-    )
+_ENGINE = MetricsOf[Numbers]("hybridkv_")
+one, counter, gauge, histogram = _ENGINE.one, _ENGINE.counter, _ENGINE.gauge, _ENGINE.histogram
+"""Of an engine; see ``MetricsOf``."""

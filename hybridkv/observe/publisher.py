@@ -15,6 +15,7 @@ publisher, so that whoever follows an engine that was restarted has to subscribe
 
 import collections
 import dataclasses
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ try:
 except ImportError as error:
     raise ImportError("events need msgspec and pyzmq: pip install 'hybridkv[observe]'") from error
 
+_LOG = logging.getLogger(__name__)
 END = (-1).to_bytes(8, "big", signed=True)
 """The sequence number that ends a replay."""
 
@@ -303,5 +305,6 @@ class EventPublisher:
             if payload is not None:
                 stream.send(payload)
         except Exception:  # whatever goes wrong here, requests go on; the gap tells subscribers
+            _LOG.exception("a batch of the stream %s could not be sent", name)
             self.failed += 1
             stream.next += 1

@@ -1,18 +1,19 @@
 """The metrics of a rollout, beside those of its engines: what ``RolloutCounters`` has, by name."""
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from hybridkv.observe.metric import Labels, Metric, Sample, Type
+from hybridkv.observe.metric import Metric, MetricsOf, Sample
 from hybridkv.observe.rollout import RolloutStage
 from hybridkv.observe.rollout_counters import RolloutCounters
 
 ROW = "Rollout"
 Read = Callable[[RolloutCounters], Iterable[Sample]]
-
-
-def _one(value: Callable[[RolloutCounters], float]) -> Read:
-    return lambda counters: [((), value(counters))]
+_ROLLOUT = MetricsOf[RolloutCounters]("hybridkv_rollout_")
+_one = _ROLLOUT.one
+_counter = functools.partial(_ROLLOUT.counter, row=ROW)
+_gauge = functools.partial(_ROLLOUT.gauge, row=ROW)
 
 
 def _by_name(value: Callable[[RolloutCounters], Mapping[str, float]]) -> Read:
@@ -23,32 +24,12 @@ def _by_value(value: Callable[[RolloutCounters], Mapping[Any, float]]) -> Read:
     return lambda counters: [((each.value,), n) for each, n in value(counters).items()]
 
 
-def _counter(name: str, help: str, read: Read, *labels: str, over: str = "") -> Metric:
-    return Metric(
-        name=f"hybridkv_rollout_{name}_total",
-        type=Type.COUNTER,
-        help=help,
-        read=read,
-        labels=labels,
-        row=ROW,
-        unit="cps",
-        over=f"hybridkv_rollout_{over}_total" if over else "",
-    )
-
-
-def _gauge(name: str, help: str, read: Read, labels: Labels = (), unit: str = "short") -> Metric:
-    name = f"hybridkv_rollout_{name}"
-    return Metric(
-        name=name, type=Type.GAUGE, help=help, read=read, labels=labels, row=ROW, unit=unit
-    )
-
-
 ROLLOUT_METRICS: tuple[Metric, ...] = (
     _gauge(
         "stage",
         "1 at the stage that the rollout is at, 0 at the others.",
         lambda c: [((stage.value,), float(stage is c.state.stage)) for stage in RolloutStage],
-        ("stage",),
+        "stage",
     ),
     _gauge(
         "percent",

@@ -10,7 +10,7 @@ from orbax.checkpoint import v1 as ocp
 from models.deepseek_v4.config import load_config
 from models.deepseek_v4.model import DeepseekV4
 from models.deepseek_v4.weights import load_safetensors
-from models.files import WeightsError
+from models.files import WeightsError, checkpoint_folder
 
 ORBAX_FOLDER = "params"
 
@@ -22,9 +22,7 @@ def load_model(folder: str | pathlib.Path) -> DeepseekV4:
       ConfigError: the config is missing or of another architecture.
       WeightsError: weights are missing or do not fit the config.
     """
-    folder = pathlib.Path(folder)
-    if not folder.is_dir():
-        raise WeightsError(f"no checkpoint folder at {folder}: pass one with config.json")
+    folder = checkpoint_folder(folder)
     config = load_config(folder)
     model = nnx.eval_shape(lambda: DeepseekV4(config, nnx.Rngs(0)))
     if (folder / ORBAX_FOLDER).is_dir():

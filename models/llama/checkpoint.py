@@ -5,7 +5,7 @@ import pathlib
 
 from flax import nnx
 
-from models.files import WeightsError
+from models.files import checkpoint_folder
 from models.llama.config import load_config
 from models.llama.model import Llama
 from models.llama.weights import load_safetensors
@@ -18,9 +18,7 @@ def load_model(folder: str | pathlib.Path, *, dtype: str | None = None) -> Llama
       ConfigError: the config is missing or of another architecture.
       WeightsError: weights are missing or do not fit the config.
     """
-    folder = pathlib.Path(folder)
-    if not folder.is_dir():
-        raise WeightsError(f"no checkpoint folder at {folder}: pass one with config.json")
+    folder = checkpoint_folder(folder)
     config = load_config(folder)
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from models.deepseek_v4.attention import Attention
 from models.deepseek_v4.model import DeepseekV4
 from models.deepseek_v4.parallel import ParallelOptions, parallel_forward
 from models.training.recall import RecallTask, plant
@@ -96,21 +97,23 @@ def recall_by_distance(
 
 def without_compressed_rows(model: DeepseekV4) -> DeepseekV4:
     """A copy whose compressed rows are zero: keys and values that say nothing."""
-    copy = nnx.clone(model)
-    for block in copy.blocks:
-        if block.attention.compressor is not None:
-            weight = block.attention.compressor.norm.weight
-            weight[...] = jnp.zeros_like(weight[...])
-    return copy
+    return _with_zeros(model, lambda a: a.compressor.norm.weight if a.compressor else None)
 
 
 def without_indexer(model: DeepseekV4) -> DeepseekV4:
     """A copy whose index scores are all zero, so that the oldest rows are picked."""
+    return _with_zeros(model, lambda a: a.indexer.weights.weight if a.indexer else None)
+
+
+def _with_zeros(
+    model: DeepseekV4, weight: Callable[[Attention], nnx.Param[jax.Array] | None]
+) -> DeepseekV4:
+    """A copy in which the weight is zero in every layer that has it."""
     copy = nnx.clone(model)
     for block in copy.blocks:
-        if block.attention.indexer is not None:
-            weight = block.attention.indexer.weights.weight
-            weight[...] = jnp.zeros_like(weight[...])
+        found = weight(block.attention)
+        if found is not None:
+            found[...] = jnp.zeros_like(found[...])
     return copy
 
 

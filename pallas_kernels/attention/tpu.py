@@ -123,9 +123,11 @@ def attend(
         return one(q, local, first, visible, picks)
 
     def body(i: jax.Array, out: jax.Array) -> jax.Array:
+        """The outputs of some queries, whose picks are gathered at once."""
         start = i * part
 
         def cut(x: jax.Array, size: int) -> jax.Array:
+            """Their part of an array."""
             return jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
 
         rest = cut(local, window - 1 + part), first + start, cut(visible, part), cut(picks, part)
@@ -193,6 +195,7 @@ def _call(
         return order[place], jnp.where(idle, plan.tasks - 1, j), 0, 0
 
     def sequence(i: Any, j: Any, *refs: Any) -> tuple[Any, ...]:
+        """The sequence of a task."""
         return task(i, j, *refs)[0], 0, 0, 0
 
     if not interpret_params():

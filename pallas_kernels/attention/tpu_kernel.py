@@ -116,9 +116,11 @@ def _task(place: Any, chunk: Any, scalars: Scalars, refs: Refs, plan: Plan) -> N
     size, paired = plan.rows.size, plan.rows.paired
 
     def window() -> Part:
+        """The window rows."""
         return _window(lines, scalars.first[sequence] + chunk * plan.queries, chunk, refs, plan)
 
     def arrive(number: Any) -> None:
+        """Waits for an item, and clears what is past its rows."""
         item = base + number
         _wait(item, scalars, refs, plan)
         for j in range(2 if paired else 1):
@@ -126,6 +128,7 @@ def _task(place: Any, chunk: Any, scalars: Scalars, refs: Refs, plan: Plan) -> N
             _clear(refs.keys, plan.slot(item), j, plan, length - block * size)
 
     def part(number: Any, j: int, rows: jax.Array) -> Part:
+        """A key block of an item, with these rows, and which of them each query sees."""
         row = lax.broadcasted_iota(jnp.int32, (1, size), 1)
         row = row + (first_block(number, plan.rows) + j) * size
         seen = [row < scalars.visible[query + k] for k in range(plan.queries)]
@@ -137,6 +140,7 @@ def _task(place: Any, chunk: Any, scalars: Scalars, refs: Refs, plan: Plan) -> N
         return
 
     def join(number: Any, many: int, *, first: bool = False) -> None:
+        """Sums the key blocks of an item, behind the window where it is the ``first``."""
         item = base + number
         parts = [[part(number, j, _key_block(item, j, refs, plan))] for j in range(many)]
         if first:
@@ -145,10 +149,12 @@ def _task(place: Any, chunk: Any, scalars: Scalars, refs: Refs, plan: Plan) -> N
         _sum(parts, refs, plan, first, lambda: _start(item + plan.ahead, scalars, refs, plan))
 
     def one(number: jax.Array, _: None) -> None:
+        """An item of one key block."""
         arrive(number)
         join(number, 1)
 
     def two(number: jax.Array, _: None) -> None:
+        """An item of two key blocks, or of one at the end."""
         arrive(number)
         pair = 2 * number * size < length
         pl.when(pair)(lambda: join(number, 2))
@@ -185,68 +191,97 @@ class Stream(NamedTuple):
     window: Callable[[], Part]
 
 
+class PackedTask(NamedTuple):
+    """What the items of a task with packed rows have in common."""
+
+    stream: Stream
+    scalars: Scalars
+    refs: Refs
+    plan: Plan
+
+    def start(self, number: Any) -> None:
+        """Starts the copies of the item that is ``plan.ahead`` after this one."""
+        _start(self.stream.base + number + self.plan.ahead, self.scalars, self.refs, self.plan)
+
+    def decode(self, number: Any, j: int, place: int) -> None:
+        """Decodes key block ``j`` of an item into one of the two places."""
+        _decode(self.stream.base + number, j, place, self.refs, self.plan)
+
+    def part(self, number: Any, j: int, place: int) -> Part:
+        """Key block ``j`` of an item, from where it was decoded to."""
+        side = self.refs.packed[0]
+        assert side is not None
+        return self.stream.part(number, j, side.get(self.plan.rows.size, place))
+
+    def join(self, number: Any, j: int, place: int, beside: Callable[[], None]) -> None:
+        """Sums a decoded key block, and does ``beside`` at the same time."""
+        _sum([[self.part(number, j, place)]], self.refs, self.plan, False, beside)
+
+    def begin(self) -> None:
+        """Sums the window alone."""
+        _sum([[self.stream.window()]], self.refs, self.plan, True)
+
+
 def _packed_task(stream: Stream, length: Any, scalars: Scalars, refs: Refs, plan: Plan) -> None:
-    """As ``_task``, of packed rows.
+    """As ``_task``, of packed rows."""
+    task = PackedTask(stream, scalars, refs, plan)
+    pl.when(stream.items == 0)(task.begin)
+    if plan.rows.paired:
+        _packed_pairs(task, length)
+    else:
+        pl.when(stream.items > 0)(task.begin)
+        lax.fori_loop(0, stream.items, lambda number, _: _packed_block(task, number), None)
+
+
+def _packed_block(task: PackedTask, number: Any) -> None:
+    """An item of one key block."""
+    task.stream.arrive(number)
+    task.decode(number, 0, 0)
+    task.join(number, 0, 0, lambda: task.start(number))
+
+
+def _packed_pairs(task: PackedTask, length: Any) -> None:
+    """All items of two key blocks, of which the first is the window and one block.
 
     Decoding keeps the vector units busy, summing mostly waits for itself: while a key block is
     summed the next one is decoded, in the other of two places.
     """
-    side, size = refs.packed[0], plan.rows.size
-    assert side is not None
-
-    def decode(number: Any, j: int, place: int) -> None:
-        _decode(stream.base + number, j, place, refs, plan)
-
-    def start(number: Any) -> None:
-        _start(stream.base + number + plan.ahead, scalars, refs, plan)
-
-    def join(number: Any, j: int, place: int, beside: Callable[[], None]) -> None:
-        part = stream.part(number, j, side.get(size, place))
-        _sum([[part]], refs, plan, False, beside)
+    stream, size = task.stream, task.plan.rows.size
 
     def begin(more: bool) -> None:
+        """The window and the first block."""
+
         def beside() -> None:
             if more:
-                decode(1, 0, 0)
-            start(0)
+                task.decode(1, 0, 0)
+            task.start(0)
 
-        part = stream.part(0, 0, side.get(size, 1))
-        _sum([[stream.window(), part]], refs, plan, True, beside)
-
-    def single(number: Any, _: None = None) -> None:
-        stream.arrive(number)
-        decode(number, 0, 0)
-        join(number, 0, 0, lambda: start(number))
+        part = task.part(0, 0, 1)
+        _sum([[stream.window(), part]], task.refs, task.plan, True, beside)
 
     def pair(number: Any, more: bool) -> None:
-        def beside() -> None:
-            decode(number, 1, 1)
-            start(number)
+        """Both blocks of an item, of which the first one is decoded."""
 
-        join(number, 0, 0, beside)
-        join(number, 1, 1, lambda: decode(number + 1, 0, 0) if more else None)
+        def beside() -> None:
+            task.decode(number, 1, 1)
+            task.start(number)
+
+        task.join(number, 0, 0, beside)
+        task.join(number, 1, 1, lambda: task.decode(number + 1, 0, 0) if more else None)
 
     def item(number: jax.Array, _: None) -> None:
+        """An item but the first, which may lack its second block where it is the last."""
         more, both = number + 1 < stream.items, 2 * number * size < length
         pl.when(more)(lambda: stream.arrive(number + 1))
         pl.when(both & more)(lambda: pair(number, True))
         pl.when(both & jnp.logical_not(more))(lambda: pair(number, False))
-        pl.when(jnp.logical_not(both))(lambda: join(number, 0, 0, lambda: start(number)))
-
-    @pl.when(stream.items == 0)
-    def _() -> None:
-        _sum([[stream.window()]], refs, plan, True)
-
-    if not plan.rows.paired:
-        pl.when(stream.items > 0)(lambda: _sum([[stream.window()]], refs, plan, True))
-        lax.fori_loop(0, stream.items, single, None)
-        return
+        pl.when(jnp.logical_not(both))(lambda: task.join(number, 0, 0, lambda: task.start(number)))
 
     @pl.when(stream.items > 0)
     def _() -> None:
         more = stream.items > 1
         stream.arrive(0)
-        decode(0, 0, 1)
+        task.decode(0, 0, 1)
         pl.when(more)(lambda: stream.arrive(1))
         pl.when(more)(lambda: begin(True))
         pl.when(jnp.logical_not(more))(lambda: begin(False))
@@ -291,6 +326,7 @@ def _start(item: Any, scalars: Scalars, refs: Refs, plan: Plan) -> None:
     groups = refs.pool.shape[1]
 
     def some(first: Any, most: int) -> None:
+        """Starts up to ``most`` copies, as far as the item has blocks."""
         for j in range(most):
 
             @pl.when(first + j < many)
@@ -338,6 +374,7 @@ def _clear(keys: Any, slot: Any, j: int, plan: Plan, length: Any) -> None:
     step = _CLEARED if size % _CLEARED == 0 else size
 
     def some(i: jax.Array, _: None) -> None:
+        """Some rows."""
         part = keys.at[slot, pl.ds(j * (size // group) + i * (step // group), step // group)]
         stored = part[...]
         groups, within = (lax.broadcasted_iota(jnp.int32, stored.shape, axis) for axis in (0, 1))

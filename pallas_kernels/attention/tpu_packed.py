@@ -39,6 +39,7 @@ class Side(NamedTuple):
         groups = UNIT // stored.shape[1]
 
         def load(unit: int) -> jax.Array:
+            """The stored rows of a unit."""
             part = stored[pl.ds(first + unit * groups, groups)]
             return part.reshape(UNIT, part.shape[-1])
 
@@ -90,6 +91,7 @@ def clear_block(keys: Ref, first: int, size: int, length: Any) -> None:
     groups = UNIT // keys.shape[1]
 
     def some(unit: jax.Array, _: None) -> None:
+        """The rows of a unit."""
         part = keys.at[pl.ds(first + unit * groups, groups)]
         stored = part[...]
         rows = clear(stored.reshape(UNIT, stored.shape[-1]), length - unit * UNIT)

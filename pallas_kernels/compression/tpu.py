@@ -49,6 +49,7 @@ def pool_cells(
     lanes = width // _LANES
 
     def tokens(offset: int) -> pl.BlockSpec:
+        """Lanes of the tokens of a step's cells, ``offset`` registers further."""
         return pl.BlockSpec((step * ratio, _LANES), lambda lane, i: (i, lane + offset))
 
     flat = [x.reshape(cells * ratio, channels) for x in (kv, gate)]

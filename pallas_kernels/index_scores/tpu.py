@@ -143,15 +143,6 @@ def pick_rows(
     wide = jnp.pad(wide, ((0, 0), (0, 0), (0, lanes - weights.shape[2])))
     seen = jnp.clip(visible, 0, rows.table.shape[1] * sizes.per)  # copies are not checked
     scalars = (active.order, active.count.reshape(1), seen, whole)
-
-    def of_item(item: jax.Array, order: Ref, *_: Ref) -> tuple[jax.Array, jax.Array]:
-        which, group = divide(item, sizes.groups)
-        return order[which], group
-
-    def spec(*shape: int) -> pl.BlockSpec:
-        zeros = (0,) * (len(shape) - 1)
-        return pl.BlockSpec((1, *shape), lambda item, *refs: (*of_item(item, *refs), *zeros))
-
     out = pl.pallas_call(
         lambda *refs: _kernel(sizes, *refs),
         out_shape=jax.ShapeDtypeStruct((n, t, 1, sizes.places), jnp.int32),
@@ -159,12 +150,12 @@ def pick_rows(
             num_scalar_prefetch=len(scalars),
             grid=(n * sizes.groups,),
             in_specs=[
-                spec(sizes.group, *split.shape[2:]),
-                spec(sizes.group, 1, wide.shape[2]),
+                _of_item(sizes, *split.shape[2:]),
+                _of_item(sizes, 1, wide.shape[2]),
                 pl.BlockSpec(memory_space=pltpu.HBM),
                 pl.BlockSpec(memory_space=pltpu.HBM),
             ],
-            out_specs=spec(sizes.group, 1, sizes.places),
+            out_specs=_of_item(sizes, 1, sizes.places),
             scratch_shapes=_scratch(sizes, rows.pool, table.shape[1:]),
         ),
         compiler_params=pltpu.CompilerParams(
@@ -176,6 +167,17 @@ def pick_rows(
         name="pick_rows",
     )(*scalars, split, wide[:, :, None], table, rows.pool)
     return out[:, :, 0, :topk]
+
+
+def _of_item(sizes: Sizes, *shape: int) -> pl.BlockSpec:
+    """An item's part of an array ``[sequences, tokens, *shape]``."""
+
+    def place(item: jax.Array, order: Ref, *_: Ref) -> tuple[Any, ...]:
+        """The first query of an item: its sequence, and its group of queries."""
+        which, group = divide(item, sizes.groups)
+        return (order[which], group, *(0 for _ in shape))
+
+    return pl.BlockSpec((1, sizes.group, *shape), place)
 
 
 def _sizes(queries: jax.Array, rows: BlockRows, topk: int, key_block: int, format: Format) -> Sizes:
@@ -307,15 +309,18 @@ def _kernel(sizes: Sizes, *every: Ref) -> None:
     items = refs.count[0] * sizes.groups
 
     def sequence(item: jax.Array) -> jax.Array:
+        """The sequence of an item; past the last item, some sequence."""
         return refs.order[jnp.minimum(divide(item, sizes.groups)[0], sizes.sequences - 1)]
 
     def entry(item: jax.Array) -> Item:
+        """What is to be read of an item; no rows where all that is seen is picked."""
         last = divide(item, sizes.groups)[1] * sizes.group + sizes.group - 1
         rows = refs.visible[sequence(item), last]
         scored = (item < items) & (rows > sizes.topk)
         return Item(divide(item, _TABLES)[1], jnp.where(scored, rows, 0))
 
     def table_copy(item: jax.Array) -> Any:
+        """The copy of the block table of an item's sequence."""
         slot = divide(item, _TABLES)[1]
         return pltpu.make_async_copy(
             refs.table.at[sequence(item)], refs.tables.at[slot], refs.table_arrived.at[slot]
@@ -336,6 +341,7 @@ def _kernel(sizes: Sizes, *every: Ref) -> None:
         _stream_scores(sizes, refs, entry(step), entry(step + 1), whole)
 
         def rank(number: jax.Array, _: None) -> None:
+            """Writes the picks of one query of the item."""
             token = divide(step, sizes.groups)[1] * sizes.group + number
             seen = refs.visible[sequence(step), token]
             picks = _ranked(sizes, refs.scores.at[number], refs.keys, refs.gathered, seen)
@@ -354,9 +360,11 @@ def _stream_scores(sizes: Sizes, refs: Refs, own: Item, after: Item, whole: jax.
     start, chunks = refs.base[0], stream.chunks(own)
 
     def prepare(number: jax.Array, _: None) -> None:
+        """Lays the weights of a query down sublanes."""
         refs.wide[number] = down_sublanes(refs.weights[0, number], sizes.heads)
 
     def begin(position: jax.Array, _: None) -> None:
+        """Starts the copies of one chunk."""
         stream.start(stream.target(own, after, start, position))
 
     jax.lax.fori_loop(0, jnp.where(chunks > 0, sizes.group, 0), prepare, None)
@@ -365,6 +373,7 @@ def _stream_scores(sizes: Sizes, refs: Refs, own: Item, after: Item, whole: jax.
     jax.lax.fori_loop(already, stream.depth - 1, begin, None)
 
     def chunk_scores(chunk: jax.Array, parts: int) -> None:
+        """Scores of a chunk that has arrived, while a later one is copied."""
         buffer = divide(start + chunk, stream.depth)[1]
         stream.wait(own, chunk, buffer)
         # The buffer before this one is free: its scores are done.
@@ -374,6 +383,7 @@ def _stream_scores(sizes: Sizes, refs: Refs, own: Item, after: Item, whole: jax.
         def query_scores(
             number: Any, copy_blocks: Callable[[Any, int], None] | None = None, first: bool = False
         ) -> None:
+            """Scores of the chunk's rows for one query."""
             lead = 0 if sizes.packed is None else sizes.packed.lead
             q = refs.queries[0, number, : lead + parts * sizes.heads, :]
             w, scores = refs.wide.at[number], refs.scores.at[number]
@@ -395,6 +405,7 @@ def _stream_scores(sizes: Sizes, refs: Refs, own: Item, after: Item, whole: jax.
         jax.lax.fori_loop(rest, sizes.group, lambda number, _: query_scores(number), None)
 
     def run(parts: int) -> None:
+        """Scores of all chunks, with so many summands of each query."""
         jax.lax.fori_loop(0, chunks, lambda chunk, _: chunk_scores(chunk, parts), None)
 
     if sizes.parts == 1:
@@ -422,11 +433,13 @@ def _read(
 
 def _ranked(sizes: Sizes, scores: Ref, keys: Ref, gathered: Ref, visible: jax.Array) -> jax.Array:
     def best() -> jax.Array:
+        """The picks, of more rows than there are places."""
         top = tpu_topk.order_keys(scores, keys, visible)
         cut = tpu_topk.kth_largest(keys, top, visible, sizes.topk)
         return tpu_topk.compact(keys, cut, visible, gathered, sizes.places)
 
     def every() -> jax.Array:
+        """All rows that are seen, then none."""
         row = jax.lax.broadcasted_iota(jnp.int32, (1, sizes.places), 1)
         return jnp.where(row < visible, row, NO_ROW)
 

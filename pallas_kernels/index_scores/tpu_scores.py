@@ -82,9 +82,11 @@ class RowStream:
         """Starts the copies of a chunk."""
 
         def several(step: jax.Array, _: None) -> None:
+            """Some copies at once."""
             self.copy_blocks(target, step * _ISSUED_TOGETHER, _ISSUED_TOGETHER)
 
         def rest(number: jax.Array, _: None) -> None:
+            """One copy."""
             self.copy_blocks(target, number, 1)
 
         whole, _ = divide(target.count, _ISSUED_TOGETHER)
@@ -127,6 +129,7 @@ class RowStream:
         @pl.when(count < each)
         def _() -> None:
             def one(number: jax.Array, _: None) -> None:
+                """Waits for one block."""
                 landed = self.buffers.at[buffer, number]
                 pltpu.make_async_copy(landed, landed, self.arrived.at[buffer]).wait()
 
@@ -174,6 +177,7 @@ def score_chunk(
     copies = TILE // per
 
     def several(step: jax.Array, _: None) -> None:
+        """Some tiles, whose steps run beside each other."""
         totals = []
         for number in range(together * parts):
             tile, part = step * together + number // parts, number % parts

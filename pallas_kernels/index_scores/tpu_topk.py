@@ -66,6 +66,7 @@ def order_keys(scores: Ref, keys: Ref, visible: jax.Array) -> jax.Array:
     place = _iota((8, LANES), 0) * LANES + _iota((8, LANES), 1)
 
     def body(step: jax.Array, top: jax.Array) -> jax.Array:
+        """Keys of some tiles, and the largest so far in each place."""
         for number in range(_UNROLL):
             tile = step * _UNROLL + number
             score = scores[tile]
@@ -116,6 +117,7 @@ def _narrowed(
     """
 
     def search(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """One pass: fewer bits are open, from a threshold on that enough keys reach."""
         bits, low, reached = state
         shift = jnp.maximum(bits - width, 0)
         # A last pass of fewer bits has thresholds past the range: fewer than k reach those, or
@@ -129,6 +131,7 @@ def _narrowed(
         return shift, low, reached
 
     def unsettled(state: tuple[jax.Array, ...]) -> jax.Array:
+        """Whether bits are open and no threshold is reached by exactly ``k``."""
         bits, _, reached = state
         return (bits > 0) & (reached != k)
 
@@ -140,6 +143,7 @@ def _count_reaching(keys: Ref, visible: jax.Array, thresholds: list[jax.Array]) 
     """How many keys are at or above each threshold."""
 
     def body(step: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+        """Adds some tiles."""
         for number in range(_UNROLL):
             tile = step * _UNROLL + number
             key = keys[pl.ds(pl.multiple_of(tile * 8, 8), 8), :]
@@ -166,6 +170,7 @@ def compact(keys: Ref, cut: Cut, visible: jax.Array, gathered: Ref, places: int)
     zero = jnp.zeros((1, places), jnp.float32)
 
     def body(chunk: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Adds the groups of a chunk to the places that they fill."""
         before, equal_before, group, offset = state
         key = keys[pl.ds(pl.multiple_of(chunk * CHUNK_GROUPS, CHUNK_GROUPS), CHUNK_GROUPS), :]
         mask, equal_before = jax.lax.cond(

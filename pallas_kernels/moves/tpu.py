@@ -76,6 +76,7 @@ def _grid_spec(arrays: int) -> pltpu.PrefetchScalarGridSpec:
 
 def _gather(places: Ref, pool: Ref, out: Ref, done: Ref) -> None:
     def copy(number: jax.Array) -> Any:
+        """One block out."""
         return pltpu.make_async_copy(pool.at[places[number]], out.at[number], done)
 
     _all_at_once(places.shape[0], lambda number: True, copy)
@@ -85,9 +86,11 @@ def _scatter(places: Ref, blocks: Ref, pool: Ref, out: Ref, done: Ref) -> None:
     del pool  # the same memory as out
 
     def inside(number: jax.Array) -> jax.Array:
+        """Whether the pool has the place."""
         return (places[number] >= 0) & (places[number] < out.shape[0])
 
     def copy(number: jax.Array) -> Any:
+        """One block in."""
         return pltpu.make_async_copy(blocks.at[number], out.at[places[number]], done)
 
     _all_at_once(places.shape[0], inside, copy)
@@ -99,9 +102,11 @@ def _all_at_once(
     """Starts all wanted copies, then waits for as many."""
 
     def start(number: jax.Array, _: None) -> None:
+        """Starts one copy."""
         pl.when(wanted(number))(lambda: copy(number).start())
 
     def wait(number: jax.Array, _: None) -> None:
+        """Waits for one copy."""
         pl.when(wanted(number))(lambda: copy(number).wait())
 
     jax.lax.fori_loop(0, count, start, None)

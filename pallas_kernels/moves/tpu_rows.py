@@ -161,18 +161,24 @@ def _kernel(
     first = pl.program_id(0) * together
 
     def read(i: jax.Array) -> Any:
+        """The copy of a unit out of the pool."""
         return pltpu.make_async_copy(out.at[place[first + i], 0], old.at[i], arrived.at[i])
 
     def write(i: jax.Array) -> Any:
+        """The copy of a unit back into it."""
         return pltpu.make_async_copy(old.at[i], out.at[place[first + i], 0], written)
 
     def mix(i: jax.Array) -> None:
+        """Puts the new rows into a unit that has arrived, and sends it back."""
         read(i).wait()
         old[i] = mixed(old[i], rows[i], bits[first + i])
         write(i).start()
 
     def each(what: Any) -> None:
+        """Does something with every unit that has new rows."""
+
         def one(i: jax.Array, _: None) -> None:
+            """One unit."""
             pl.when(bits[first + i] != 0)(lambda: what(i))
 
         lax.fori_loop(0, together, one, None)

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import compilations
 
-from hybridkv.engine.runner import Runner, RunnerOptions, identify
+from hybridkv.engine.numerics import identify
+from hybridkv.engine.runner import Runner, RunnerOptions
 from hybridkv.engine.steps import Steps, prompt_tiles
 from hybridkv.prefixes.plan import Outcome
 from hybridkv.prefixes.policy import DENSE, NEVER
@@ -235,19 +237,11 @@ def test_logits_are_those_of_the_same_model_without_a_cache(runner, example, mod
 
 
 def test_nothing_compiles_after_warm_up(runner):
-    events = []
-
-    def count(event, duration, **_):
-        events.append(event == "/jax/core/compile/backend_compile_duration")
-
-    jax.monitoring.register_event_duration_secs_listener(count)
-    try:
+    with compilations() as compiled:
         for policy in (NEVER, DENSE):
             ids = prompt(200, seed=11)
             for position in (199, 107, 192):
                 run(runner, fork(ids, position), namespace="compile", decode=(1, 2), policy=policy)
         runner.allocator.evict(blocks=4)
         run(runner, ids, namespace="compile")
-    finally:
-        jax.monitoring.unregister_event_duration_listener(count)
-    assert sum(events) == 0
+    assert compiled == []

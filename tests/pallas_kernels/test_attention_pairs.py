@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pools import pooled
+from pools import OTHER_POOLS, pooled
 
 from pallas_kernels.attention.api import attend_pairs
 
@@ -107,14 +107,7 @@ def test_capacity_order_of_blocks_and_stale_bytes_change_no_bit():
     case = Case()
     expected = case.run()
     assert np.isfinite(expected).all()
-    for other in (
-        {"blocks": 5, "table": 5},
-        {"blocks": 300, "table": 200},
-        {"seed": 3},
-        {"fill": np.inf},
-        {"fill": 0.0},
-        {"fill": 1e38},
-    ):
+    for other in OTHER_POOLS:
         got = case.run(rows=pooled(case.rows, **other))
         np.testing.assert_array_equal(got, expected, err_msg=str(other))
 

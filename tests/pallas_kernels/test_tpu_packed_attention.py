@@ -6,44 +6,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_tpu_attention import HEADS, SCALE, WIDTH, WINDOW, Batch, picked
+from test_tpu_attention import HEADS, WIDTH, WINDOW, Batch, compiled, picked
 
-from pallas_kernels.attention import tpu
 from pallas_kernels.blocks import BlockRows
 from pallas_kernels.interpreting import checked
 from pallas_kernels.packing import reference, tpu_rows
 from pallas_kernels.packing.layout import RowLayout
-from pallas_kernels.sequences import Active
 
 KEYS = 32
 LAYOUT = RowLayout("fp8_rope16", WIDTH, 64)
 TOLERANCE = 2e-2
 """bfloat16 weights are off by 1/512 each, and values are up to 4."""
-QUICK = {"xla_backend_optimization_level": 0}
-"""Compiling the interpreter is most of the time."""
 
 
-@functools.cache
-def compiled(local_format, queries):
-    def function(q, local, first, sink, order, count, rows, visible, picks):
-        return tpu.attend(
-            q,
-            local,
-            first,
-            sink,
-            active=Active(order, count),
-            window=WINDOW,
-            scale=SCALE,
-            rows=rows,
-            visible=visible,
-            picks=picks,
-            key_block=1,
-            format=LAYOUT,
-            local_format=local_format,
-            tuning=tpu.Tuning(keys=KEYS, queries=queries),
-        )
-
-    return jax.jit(function, compiler_options=QUICK)
+def compiled_packed(local_format, queries=8):
+    return compiled(LAYOUT, keys=KEYS, queries=queries, local_format=local_format)
 
 
 @functools.cache
@@ -103,7 +80,7 @@ class Packed(Batch):
             None if picks is None else jnp.asarray(picks, jnp.int32),
         )
         with checked():
-            return np.asarray(compiled(self.local_format, queries)(*arguments))
+            return np.asarray(compiled_packed(self.local_format, queries)(*arguments))
 
     def check(self, *, picks=None, rows=True, **options):
         got = self.run(picks=picks, rows=rows, **options)
@@ -184,7 +161,7 @@ def shapes(*, per=8, stored=LAYOUT.row_bytes, dtype=jnp.uint8):
 )
 def test_what_is_not_supported_is_refused_before_anything_is_traced(options, reason):
     with pytest.raises(NotImplementedError, match=reason):
-        jax.eval_shape(compiled(LAYOUT, 8), *shapes(**options))
+        jax.eval_shape(compiled_packed(LAYOUT), *shapes(**options))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def counting_lab() -> Lab:
 def pool_of(lab: Lab, blocks: int, *, slots: int = SLOTS) -> Iterator[None]:
     """As if the engine had no more."""
     runner = lab.engine.runner
-    taken = [runner._free.pop(0) for _ in range(SLOTS - slots)]
+    taken = [runner.slots.free.pop(0) for _ in range(SLOTS - slots)]
     with smaller(runner, blocks=BLOCKS - blocks):
         yield
-    runner._free[:0] = taken
+    runner.slots.free[:0] = taken

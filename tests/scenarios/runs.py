@@ -27,7 +27,6 @@ from hybridkv.state.tail import CompressorTail
 
 TILE, VOCAB, LONGEST = 16, TOY.vocab_size, 176
 GEOMETRY = toy_geometry()
-COMPILATION = "/jax/core/compile/backend_compile_duration"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -263,23 +262,6 @@ def assert_at_rest(runner: Runner) -> None:
     for form in Form:
         published = allocator.entries.published & (allocator.entries.form == form)
         assert used(runner, form) == np.count_nonzero(published)
-
-
-@contextlib.contextmanager
-def compilations() -> Iterator[list[str]]:
-    """A list that grows by one with every compilation."""
-    seen: list[str] = []
-
-    def count(event: str, duration: float, **_: Any) -> None:
-        del duration
-        if event == COMPILATION:
-            seen.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(count)
-    try:
-        yield seen
-    finally:
-        jax.monitoring.unregister_event_duration_listener(count)
 
 
 @contextlib.contextmanager

@@ -64,7 +64,7 @@ def test_a_load_that_completes_beside_its_abort_gives_back_once(counting, first)
     counting.steps(1)
     if first == "completion":
         counting.time.now += 1.0
-        counting.engine._poll_restores()
+        counting.engine.seating.poll(counting.engine._tasks.values())
         assert task_of(handle).stage is Stage.WAITING
         handle.cancel()
     else:

@@ -38,12 +38,12 @@ def test_b132_a_prompt_that_matched_and_found_no_room_leaves_nothing_behind():
     head = tokens(5 * 16, 1)
     request(runner, head)
     held = runner.start(tokens(5 * 16 - 1, 2))
-    before, slots = everything(runner.allocator), list(runner._free)
+    before, slots = everything(runner.allocator), list(runner.slots.free)
     for _ in range(10):
         with pytest.raises(NoRoom):
             runner.start(joined(head, tokens(4 * 16, 3)))
         assert everything(runner.allocator) == before
-        assert runner._free == slots
+        assert runner.slots.free == slots
     runner.finish(held)
     assert_at_rest(runner)
 

@@ -14,8 +14,8 @@ from toy import TOY, digest
 from hybridkv.blocks.entries import Form, Tier
 from hybridkv.engine import parking
 from hybridkv.engine.handoff import export_sequence, import_sequence
+from hybridkv.engine.numerics import identify
 from hybridkv.engine.requests import Finish, Request
-from hybridkv.engine.runner import identify
 from hybridkv.kinds import Kind
 from hybridkv.state.logical import state_of
 from hybridkv.tiers.handoff_record import HandOff, HandOffRefused

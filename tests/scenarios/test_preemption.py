@@ -36,14 +36,14 @@ def test_b129_a_sequence_that_skips_steps_keeps_its_state(bench):
 
 
 def test_b129_a_sequence_may_end_in_any_step(bench):
-    runner, free = bench.runner, sorted(bench.runner._free)
+    runner, free = bench.runner, sorted(bench.runner.slots.free)
     for tiles, decoded in ((0, 0), (1, 0), (3, 0), (3, 5)):
         sequence = runner.start(bench.ids(40), max_new_tokens=8, namespace=bench.namespace())
         for _ in range(tiles):
             runner.tile(sequence)
         bench.decode(sequence, bench.ids(decoded))
         runner.finish(sequence)
-        assert sorted(runner._free) == free
+        assert sorted(runner.slots.free) == free
 
 
 @pytest.mark.parametrize("length", [3, 16, 20, 70])

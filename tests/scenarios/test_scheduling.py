@@ -6,6 +6,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from compiling import compilations
 from engines import Time, ids_of, make_engine, same, task_of
 
 from hybridkv.blocks.entries import Form
@@ -17,7 +18,7 @@ from hybridkv.prefixes.policy import DENSE
 from hybridkv.state import leaf
 from hybridkv.state.batch import StepOptions
 from scenarios.counting import BLOCKS, LANES, SLOTS, pool_of
-from scenarios.runs import CountingModel, assert_at_rest, compilations, joined, tokens, used
+from scenarios.runs import CountingModel, assert_at_rest, joined, tokens, used
 
 
 def stage(handle):
@@ -40,7 +41,7 @@ def test_b128_a_preempted_prompt_starts_over_with_a_state_of_its_own(lab, tiles)
     task = task_of(first)
     lab.until(lambda: task.sequence is not None and task.sequence.computed == 16 * tiles)
     slot = task.sequence.slot
-    lab.engine._preempt(task)
+    lab.engine.seating.preempt(task)
     taker = lab.submit(other, 8, priority=3)
     lab.steps(1)
     assert task_of(taker).sequence.slot == slot
@@ -59,14 +60,14 @@ def test_b129_sequences_that_skip_stop_and_end_at_every_step_keep_their_bits(lab
             break
         running = [h for h in handles if not h.done and stage(h) is Stage.DECODING]
         if running and turn % 3 == 0:
-            lab.engine._preempt(task_of(running[turn % len(running)]))
+            lab.engine.seating.preempt(task_of(running[turn % len(running)]))
         if turn % 4 == 0:
             ended = lab.submit(ids_of(18, seed=50 + turn), 5, priority=4)
             lab.steps(turn % 3)
             ended.cancel()
         lab.engine.step()
         slots = [t.sequence.slot for t in lab.engine._tasks.values() if t.sequence is not None]
-        free = lab.engine.runner._free
+        free = lab.engine.runner.slots.free
         assert sorted([*slots, *free]) == [0, 1, 2]
     assert all(same(h.output, one) for h, one in zip(handles, alone, strict=True))
     assert lab.engine.counters.preemptions > 10
@@ -103,9 +104,9 @@ def test_b132_what_was_matched_is_not_kept_by_one_that_found_no_room(counting):
         slots = counting.engine.runner.free_slots
         waiting = counting.submit(joined(head, tokens(5 * 16, 3)), 16)
         for _ in range(4):
-            counting.engine._version += 1  # as if somebody had given something back
+            counting.engine.seating.version += 1  # as if somebody had given something back
             counting.engine._settle(counting.time.now)
-            assert task_of(waiting).refused_at == counting.engine._version
+            assert task_of(waiting).refused_at == counting.engine.seating.version
             now = counting.engine.runner.allocator.entries.leases
             np.testing.assert_array_equal(now, leases)
             assert counting.engine.runner.free_slots == slots
@@ -206,7 +207,7 @@ def test_b140_no_step_is_given_a_sequence_without_tokens(counting, monkeypatch):
             if turn % 3 == 0:
                 running = [t for t in counting.engine._tasks.values() if t.sequence is not None]
                 for task in running[:1]:
-                    counting.engine._preempt(task)
+                    counting.engine.seating.preempt(task)
         counting.finish(*handles)
     assert counts["tiles"] > 5
     assert counts["decode"] > 5
@@ -305,7 +306,7 @@ def test_b222_one_that_starts_over_counts_as_one_that_reused_once(counting):
     handle = counting.submit(ids, 4)
     for _ in range(2):
         counting.steps(2)
-        counting.engine._preempt(task_of(handle))
+        counting.engine.seating.preempt(task_of(handle))
     counting.finish(handle)
     output, counters = handle.output, counting.engine.counters
     assert output.preemptions == 2

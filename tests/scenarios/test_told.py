@@ -2,8 +2,9 @@
 
 import msgspec
 import numpy as np
+from bookkeeping import give_up
 from engines import TILE, ids_of
-from tiered_lab import give_up, lab_with_tiers
+from tiered_lab import lab_with_tiers
 
 from hybridkv.blocks.entries import Form, Tier
 from hybridkv.kinds import Kind

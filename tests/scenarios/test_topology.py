@@ -2,12 +2,13 @@
 
 import jax
 import numpy as np
+from compiling import compilations
 from toy import digest
 
 from hybridkv.blocks.entries import Tier
 from hybridkv.prefixes.plan import Miss, Outcome
 from hybridkv.prefixes.policy import DENSE, NEVER
-from scenarios.runs import compilations, joined, request, smaller
+from scenarios.runs import joined, request, smaller
 
 
 def test_b193_a_ring_holds_a_whole_window_at_every_phase(bench):

@@ -6,20 +6,24 @@ import typing
 
 import numpy as np
 import pytest
+from commands import status
 from places import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
 import benchmark
+import benchmark_decode
 import benchmark_engine
-import command_line
+import benchmark_model
+import benchmark_peers
+from benchmark_model import KINDS, MODEL
 
-SMALL = benchmark.MODEL | {
+SMALL = MODEL | {
     "vocab_size": 64,
     "hidden_size": 32,
     "num_hidden_layers": 3,
-    "layer_types": benchmark.KINDS[1:4],
-    "mlp_layer_types": benchmark.MODEL["mlp_layer_types"][1:4],
+    "layer_types": KINDS[1:4],
+    "mlp_layer_types": MODEL["mlp_layer_types"][1:4],
     "num_attention_heads": 4,
     "head_dim": 16,
     "qk_rope_head_dim": 4,
@@ -34,8 +38,7 @@ DECODE = ("decode", "--context", 200, "--longest", 300, "--tokens", 6, "--rounds
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    monkeypatch.setattr(benchmark, "MODEL", SMALL)
-    monkeypatch.setattr(command_line, "use_compilation_cache", lambda: None)
+    monkeypatch.setattr(benchmark_model, "MODEL", SMALL)
 
 
 @pytest.fixture
@@ -44,11 +47,8 @@ def call(monkeypatch, tmp_path):
 
     def run(*arguments: object) -> tuple[int, dict]:
         told = tmp_path / "told.json"
-        command = ["benchmark", *map(str, arguments), "--json", str(told)]
-        monkeypatch.setattr(sys, "argv", command)
-        with pytest.raises(SystemExit) as stop:
-            command_line.run(benchmark.main)
-        return stop.value.code, json.loads(told.read_text()) if told.exists() else {}
+        code = status(benchmark.main, monkeypatch, *arguments, "--json", told)
+        return code, json.loads(told.read_text()) if told.exists() else {}
 
     return run
 
@@ -92,7 +92,7 @@ class FakeOurs(FakeSide):
 
     def __init__(self, runtime, tile, capacity):
         super().__init__()
-        self.geometry, self.cache = runtime.geometry, None
+        self.geometry, self.vocab, self.cache = runtime.geometry, runtime.vocab_size, None
 
     def empty(self):
         return None
@@ -114,9 +114,9 @@ def test_decode_measures_rates_bytes_and_growth(call, capsys):
 @pytest.mark.long
 def test_decode_gives_every_peer_the_same_work_and_a_ratio(call, monkeypatch, capsys):
     monkeypatch.setattr(FakePeer, "opened", [])
-    monkeypatch.setattr(benchmark, "Ours", FakeOurs)
-    monkeypatch.setattr(benchmark, "Peer", FakePeer)
-    monkeypatch.setattr(benchmark, "LlamaCpp", FakePeer)
+    monkeypatch.setattr(benchmark_decode, "Ours", FakeOurs)
+    monkeypatch.setattr(benchmark_peers, "Peer", FakePeer)
+    monkeypatch.setattr(benchmark_peers, "LlamaCpp", FakePeer)
     code, result = call(*DECODE, "--peer", "transformers", "llama.cpp", "--peer-defaults")
     assert code == 0
     sides = ["transformers", "llama.cpp", "llama.cpp defaults"]
@@ -136,16 +136,16 @@ def test_decode_gives_every_peer_the_same_work_and_a_ratio(call, monkeypatch, ca
 
 def test_llama_cpp_is_asked_for_as_many_tokens_as_the_others_consume(monkeypatch):
     asked = []
-    peer = benchmark.LlamaCpp.__new__(benchmark.LlamaCpp)  # without its process
+    peer = benchmark_peers.LlamaCpp.__new__(benchmark_peers.LlamaCpp)  # without its process
     monkeypatch.setattr(peer, "ask", lambda command: asked.append(command) or {"seconds": 0.5})
     assert peer.decode(np.zeros(3, np.int32)) == {"seconds": [0.5]}
     assert asked == [{"call": "generate", "count": 4}]  # the first is not timed
 
 
 def test_log_probabilities_do_not_move_when_taken_twice():
-    once = benchmark.log_probabilities([1.0, 2.0, 4.0])
+    once = benchmark_decode.log_probabilities([1.0, 2.0, 4.0])
     assert np.exp(once).sum() == pytest.approx(1)
-    np.testing.assert_allclose(benchmark.log_probabilities(once), once)
+    np.testing.assert_allclose(benchmark_decode.log_probabilities(once), once)
 
 
 @pytest.mark.parametrize("peer", ["transformers", "llama.cpp"])

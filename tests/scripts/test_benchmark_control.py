@@ -1,16 +1,17 @@
 """The bookkeeping benchmark with a small directory: its numbers mean nothing."""
 
+import functools
 import json
 import sys
 
 import pytest
+from commands import status
 from places import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
 import benchmark
 import benchmark_control
-import command_line
 
 FIGURES = {*benchmark_control.FIGURES.values(), "bytes_an_entry"}
 SMALL = ("--blocks", "20000", "--repeats", "1")
@@ -18,15 +19,7 @@ SMALL = ("--blocks", "20000", "--repeats", "1")
 
 @pytest.fixture
 def call(monkeypatch):
-    monkeypatch.setattr(command_line, "use_compilation_cache", lambda: None)
-
-    def run(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["benchmark", "control", *arguments])
-        with pytest.raises(SystemExit) as stop:
-            command_line.run(benchmark.main)
-        return stop.value.code
-
-    return run
+    return functools.partial(status, benchmark.main, monkeypatch, "control")
 
 
 class Second:

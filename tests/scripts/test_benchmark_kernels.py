@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from commands import status
 from places import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
 import benchmark
-import command_line
 import kernel_checks
 import kernel_inputs
 from kernel_cases import build
@@ -32,11 +32,7 @@ CASES = (
 
 
 def call(monkeypatch, *arguments):
-    monkeypatch.setattr(command_line, "use_compilation_cache", lambda: None)
-    monkeypatch.setattr(sys, "argv", ["benchmark", "kernels", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        command_line.run(benchmark.main)
-    return stop.value.code
+    return status(benchmark.main, monkeypatch, "kernels", *arguments)
 
 
 def test_each_operation_is_measured_and_right(monkeypatch, tmp_path, capsys):

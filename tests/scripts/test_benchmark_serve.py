@@ -27,7 +27,8 @@ def test_the_benchmark_measures_both_sorts_of_answers(world, monkeypatch, capsys
     monkeypatch.setattr(serve, "make_engine", lambda *_: world.engine)
     monkeypatch.setattr(command_line, "use_compilation_cache", lambda: None)
     monkeypatch.setattr(serve, "settled", lambda made: made)  # it would keep what tests leave
-    monkeypatch.setattr(world.engine, "_clock", time.monotonic)
+    for part in (world.engine, world.engine.seating):
+        monkeypatch.setattr(part, "_clock", time.monotonic)
     told = tmp_path / "told.json"
     sizes = "--rounds 2 --clients 2 --prompt 20 --tokens 3 --tile 16"
     monkeypatch.setattr(sys, "argv", ["benchmark", "serve", *sizes.split(), "--json", str(told)])

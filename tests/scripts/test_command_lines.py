@@ -8,27 +8,13 @@ import sys
 
 import numpy as np
 import pytest
+from commands import call
 from places import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
-import command_line
 import decode
 import verify
-
-
-@pytest.fixture(autouse=True)
-def _no_compilation_cache(monkeypatch):
-    """Tests neither read nor fill a user's cache."""
-    monkeypatch.setattr(command_line, "use_compilation_cache", lambda: None)
-
-
-def call(module, monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        command_line.run(module.main)
-    out, err = capsys.readouterr()
-    return stop.value.code, out, err
 
 
 @pytest.fixture
@@ -56,7 +42,7 @@ def test_decode_prints_ids_and_writes_statistics(tiny, tmp_path, monkeypatch, ca
         greedy = arrays["greedy_tokens"][:12].tolist()
     stats = tmp_path / "stats.json"
     code, out, err = call(
-        decode, monkeypatch, capsys, "--checkpoint", tiny, "--token-ids", ids,
+        decode.main, monkeypatch, capsys, "--checkpoint", tiny, "--token-ids", ids,
         "--max-new-tokens", 12, "--context", 128, "--stats-json", stats,
     )  # fmt: skip
     assert code == 0
@@ -94,7 +80,7 @@ def test_decode_prints_ids_and_writes_statistics(tiny, tmp_path, monkeypatch, ca
 def test_decode_refuses_a_bad_prompt_or_option(tiny, monkeypatch, capsys, arguments, words):
     if not arguments:
         arguments = ["--token-ids", "1", "--file", "x"]
-    code, out, err = call(decode, monkeypatch, capsys, "--checkpoint", tiny, *arguments)
+    code, out, err = call(decode.main, monkeypatch, capsys, "--checkpoint", tiny, *arguments)
     assert (code, out) == (2, "")
     assert words in err
     assert err.startswith("error: ")
@@ -104,7 +90,7 @@ def test_decode_refuses_a_bad_prompt_or_option(tiny, monkeypatch, capsys, argume
 def test_decode_refuses_left_padding_with_the_reason(edited, monkeypatch, capsys):
     folder = edited(pad_token_id=3)
     code, _, err = call(
-        decode, monkeypatch, capsys, "--checkpoint", folder, "--token-ids", "3,3,5,6"
+        decode.main, monkeypatch, capsys, "--checkpoint", folder, "--token-ids", "3,3,5,6"
     )
     assert code == 2
     assert "cell boundary" in err
@@ -123,7 +109,7 @@ def test_decode_refuses_left_padding_with_the_reason(edited, monkeypatch, capsys
 )
 def test_decode_refuses_a_foreign_config(edited, monkeypatch, capsys, changes, words):
     code, _, err = call(
-        decode, monkeypatch, capsys, "--checkpoint", edited(**changes), "--token-ids", "1"
+        decode.main, monkeypatch, capsys, "--checkpoint", edited(**changes), "--token-ids", "1"
     )
     assert code == 2
     assert words in err
@@ -142,7 +128,9 @@ def test_decode_refuses_what_is_no_checkpoint(tiny, tmp_path, monkeypatch, capsy
         (empty, "no config.json"),
         (damaged, "not a safetensors file"),
     ):
-        code, _, err = call(decode, monkeypatch, capsys, "--checkpoint", folder, "--token-ids", "1")
+        code, _, err = call(
+            decode.main, monkeypatch, capsys, "--checkpoint", folder, "--token-ids", "1"
+        )
         assert code == 2
         assert words in err
         assert err.count("\n") == 1
@@ -150,7 +138,9 @@ def test_decode_refuses_what_is_no_checkpoint(tiny, tmp_path, monkeypatch, capsy
 
 def test_verify_oracle_passes_and_writes_json(tiny, tmp_path, monkeypatch, capsys):
     told = tmp_path / "told.json"
-    code, out, _ = call(verify, monkeypatch, capsys, "oracle", tiny, "--tile", 12, "--json", told)
+    code, out, _ = call(
+        verify.main, monkeypatch, capsys, "oracle", tiny, "--tile", 12, "--json", told
+    )
     assert code == 0
     result = json.loads(told.read_text())
     assert result["ok"]
@@ -165,13 +155,13 @@ def test_verify_oracle_fails_on_a_wrong_logit(tiny, tmp_path, monkeypatch, capsy
         changed = {name: arrays[name].copy() for name in arrays}
     changed["decode_logits"][7, 3] += 1e-3
     np.savez(folder / "oracle.npz", **changed)
-    code, out, _ = call(verify, monkeypatch, capsys, "oracle", folder, "--tile", 12)
+    code, out, _ = call(verify.main, monkeypatch, capsys, "oracle", folder, "--tile", 12)
     assert code == 1
     assert "NO" in out
 
 
 def test_verify_refuses_a_folder_without_oracle(tmp_path, monkeypatch, capsys):
-    code, _, err = call(verify, monkeypatch, capsys, "oracle", tmp_path)
+    code, _, err = call(verify.main, monkeypatch, capsys, "oracle", tmp_path)
     assert code == 2
     assert "oracle.npz" in err
 
@@ -192,7 +182,7 @@ def test_a_script_run_from_elsewhere_fails_without_a_traceback(tmp_path):
 def shakespeare(monkeypatch, capsys, stats, *arguments: object):
     """The shipped model, which speaks bytes, in small."""
     code, out, err = call(
-        decode, monkeypatch, capsys, *arguments,
+        decode.main, monkeypatch, capsys, *arguments,
         "--max-new-tokens", 6, "--context", 400, "--stats-json", stats,
     )  # fmt: skip
     assert code == 0, err
@@ -262,7 +252,7 @@ def test_decode_asks_about_a_document_and_finds_nothing_where_reuse_is_off(
 def test_decode_refuses_a_malformed_file_of_prompts(tmp_path, monkeypatch, capsys, lines, words):
     file = tmp_path / "prompts.jsonl"
     file.write_text(lines)
-    code, out, err = call(decode, monkeypatch, capsys, "--prompts", file)
+    code, out, err = call(decode.main, monkeypatch, capsys, "--prompts", file)
     assert (code, out) == (2, "")
     assert words in err
     assert err.count("\n") == 1
@@ -283,7 +273,7 @@ def test_decode_refuses_a_malformed_file_of_prompts(tmp_path, monkeypatch, capsy
     ],
 )
 def test_decode_refuses_options_that_mean_nothing(monkeypatch, capsys, arguments, words):
-    code, out, err = call(decode, monkeypatch, capsys, *arguments)
+    code, out, err = call(decode.main, monkeypatch, capsys, *arguments)
     assert (code, out) == (2, "")
     assert words in err
     assert err.count("\n") == 1

@@ -1,11 +1,13 @@
 """The tool that compiles for absent accelerators; those marked ``plugin`` need libtpu."""
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import subprocess
 import sys
 
+import commands
 import jax
 import pytest
 from places import REPOSITORY
@@ -19,7 +21,6 @@ import aot_report
 import aot_steps
 import aot_tpu
 import aot_worker
-import command_line
 import compile_for
 import kernel_cases
 from targets import TARGETS, target_of
@@ -32,12 +33,7 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 
-def call(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["compile_for.py", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        command_line.run(compile_for.main)
-    out, err = capsys.readouterr()
-    return stop.value.code, out, err
+call = functools.partial(commands.call, compile_for.main)
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ import pathlib
 import sys
 
 import pytest
+from commands import call
 from places import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
 import aot_gpu
 import aot_report
-import command_line
 import compile_for
 import targets
 
@@ -85,11 +85,8 @@ def test_gpus_are_compiled_for_and_have_no_slices(target):
 
 @pytest.mark.parametrize("tried", ["warps", "=4", "warps=many"])
 def test_a_value_to_try_that_is_none_is_one_line(monkeypatch, capsys, tried):
-    command = ["compile_for", "kernel", "attention/window", "--target", "b200", "--try", tried]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit) as stop:
-        command_line.run(compile_for.main)
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
+    options = ("kernel", "attention/window", "--target", "b200", "--try", tried)
+    code, _, error = call(compile_for.main, monkeypatch, capsys, *options)
+    assert code == 2
     assert error.count("\n") == 1
     assert f"--try {tried}: give NAME=VALUE" in error

@@ -5,12 +5,12 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from commands import call
 from places import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
 import benchmark
-import command_line
 import kernel_peer
 
 from pallas_kernels.packing import reference
@@ -83,13 +83,9 @@ def test_what_a_peer_does_not_run_is_said_in_the_table(monkeypatch):
 
 @pytest.mark.parametrize(("python", "message"), [(sys.executable, "no tokamax"), ("/no", "cannot")])
 def test_a_peer_that_is_not_there_is_one_line(monkeypatch, capsys, python, message):
-    monkeypatch.setattr(command_line, "use_compilation_cache", lambda: None)
-    options = ["kernels", "--peer", "tokamax", "--peer-python", python]
-    monkeypatch.setattr(sys, "argv", ["benchmark", *options])
-    with pytest.raises(SystemExit) as stop:
-        command_line.run(benchmark.main)
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
+    options = ("kernels", "--peer", "tokamax", "--peer-python", python)
+    code, _, error = call(benchmark.main, monkeypatch, capsys, *options)
+    assert code == 2
     assert error.count("\n") == 1
     assert message in error
     assert "scripts/peers/tokamax.txt" in error

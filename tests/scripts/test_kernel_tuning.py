@@ -2,11 +2,11 @@
 
 import argparse
 import sys
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import pytest
+from commands import status
 from places import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
@@ -14,7 +14,6 @@ sys.path.insert(0, str(REPOSITORY / "scripts"))
 import aot_process
 import benchmark
 import benchmark_kernels
-import command_line
 import compile_for
 import kernel_tuning
 
@@ -25,25 +24,17 @@ from pallas_kernels.tuning import table
 CASE = "packing/encode/fp8_rope16"
 
 
-def call(monkeypatch, main: Callable[[], int], *arguments):
-    monkeypatch.setattr(command_line, "use_compilation_cache", lambda: None)
-    monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        command_line.run(main)
-    return stop.value.code
-
-
 def test_there_is_nothing_to_tune_on_a_cpu(monkeypatch, capsys, tmp_path):
     file = tmp_path / "table.json"
     options = ("kernels", "--tune", "--table", file)
-    assert call(monkeypatch, benchmark.main, *options) == 2
+    assert status(benchmark.main, monkeypatch, *options) == 2
     error = capsys.readouterr().err
     assert error == "error: --tune: there is nothing to tune on cpu, only on a GPU or a TPU\n"
     assert not file.exists()
 
 
 def test_an_unknown_target_is_not_tuned(monkeypatch, capsys):
-    assert call(monkeypatch, compile_for.main, "tune", "--target", "h200") == 2
+    assert status(compile_for.main, monkeypatch, "tune", "--target", "h200") == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -149,6 +140,6 @@ def test_the_clock_chooses_the_fastest_that_keeps_every_bit(monkeypatch, tmp_pat
 
 def test_tuning_and_comparing_are_two_things(monkeypatch, capsys):
     options = ("kernels", "--tune", "--peer", "tokamax")
-    assert call(monkeypatch, benchmark.main, *options) == 2
+    assert status(benchmark.main, monkeypatch, *options) == 2
     assert "give one" in capsys.readouterr().err
     assert benchmark_kernels.kernel_tuning is kernel_tuning

@@ -1,9 +1,11 @@
 """The store's command line: what is there, what is wrong, and less of it."""
 
+import functools
 import json
 import sys
 import time
 
+import commands
 import pytest
 import stores
 from places import REPOSITORY
@@ -11,20 +13,12 @@ from stores import extension, open_store, tokens
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
-import command_line
 import prefix_store
 
 
 @pytest.fixture
 def call(monkeypatch, capsys):
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            command_line.run(prefix_store.main)
-        out, err = capsys.readouterr()
-        return stop.value.code, out, err
-
-    return call
+    return functools.partial(commands.call, prefix_store.main, monkeypatch, capsys)
 
 
 @pytest.fixture

@@ -4,12 +4,12 @@ import functools
 import sys
 
 import pytest
+from commands import call, status
 from flax import nnx
 from places import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
-import command_line
 import decode
 import decode_models
 import verify
@@ -32,12 +32,9 @@ def loaded(*arguments):
 
 def refused(monkeypatch, capsys, *arguments):
     """The one line that it prints."""
-    monkeypatch.setattr(command_line, "use_compilation_cache", lambda: None)
-    monkeypatch.setattr(sys, "argv", ["verify", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        command_line.run(verify.main)
-    assert stop.value.code == 2
-    return capsys.readouterr().err
+    code, _, error = call(verify.main, monkeypatch, capsys, *arguments)
+    assert code == 2
+    return error
 
 
 def test_decode_stores_rows_as_it_is_told(oracles):
@@ -78,11 +75,7 @@ def test_verify_checks_one_model_in_the_formats_it_is_told(monkeypatch, capsys):
         return []
 
     monkeypatch.setattr(verify_restore, "restore", check)
-    monkeypatch.setattr(command_line, "use_compilation_cache", lambda: None)
-    arguments = ["verify", "restore", "--cells", "7", "--cache-format", "v4.1"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    with pytest.raises(SystemExit):
-        command_line.run(verify.main)
+    status(verify.main, monkeypatch, "restore", "--cells", 7, "--cache-format", "v4.1")
     assert asked == [("deepseek_v4-v4.1", 7)]
     shapes = functools.partial(nnx.eval_shape, lambda: DeepseekV4(WIDE_TOY, nnx.Rngs(0)))
     monkeypatch.setattr(verify_restore, "toy_model", lambda config: shapes())

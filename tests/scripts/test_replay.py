@@ -1,14 +1,15 @@
 """The command line of the replay: what it prints and writes, and what it refuses."""
 
+import functools
 import json
 import sys
 
+import commands
 import pytest
 from places import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
-import command_line
 import replay
 import replay_check
 
@@ -18,12 +19,7 @@ from hybridkv.replay.trace import BLOCK
 TRACES = REPOSITORY / "data" / "traces"
 
 
-def call(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(sys, "argv", ["replay.py", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        command_line.run(replay.main)
-    out, err = capsys.readouterr()
-    return stop.value.code, out, err
+call = functools.partial(commands.call, replay.main)
 
 
 @pytest.fixture

@@ -1,15 +1,16 @@
 """The rollout's command line, and that planted faults are caught and rolled back bit for bit."""
 
+import functools
 import json
 import sys
 
+import commands
 import pytest
 from engines import toy_lab
 from places import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
-import command_line
 import rollout
 import verify_shadow
 
@@ -22,16 +23,7 @@ from hybridkv.observe.shadow import cold_sizes
 
 @pytest.fixture
 def call(monkeypatch, capsys):
-    monkeypatch.setattr(command_line, "use_compilation_cache", lambda: None)
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["rollout.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            command_line.run(rollout.main)
-        out, err = capsys.readouterr()
-        return stop.value.code, out, err
-
-    return call
+    return functools.partial(commands.call, rollout.main, monkeypatch, capsys)
 
 
 @pytest.fixture

@@ -4,12 +4,12 @@ import sys
 import types
 
 import pytest
+from commands import call
 from geometries import toy_geometry
 from places import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
-import command_line
 import serve
 from serving_prompts import PLAIN_STOP, plain_chat
 from serving_replies import TokenNames
@@ -17,19 +17,6 @@ from serving_tenants import Keys, digest
 
 from hybridkv.errors import UserError
 from models.text import ByteText, TokenizerText
-
-
-@pytest.fixture
-def call(monkeypatch, capsys):
-    def call(module, *arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(command_line, "use_compilation_cache", lambda: None)
-        monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            command_line.run(module.main)
-        out, err = capsys.readouterr()
-        return stop.value.code, out, err
-
-    return call
 
 
 @pytest.mark.parametrize(
@@ -50,8 +37,10 @@ def call(monkeypatch, capsys):
         (["--checkpoint", "/nowhere"], "/nowhere"),
     ],
 )
-def test_a_server_that_cannot_be_as_asked_says_so_in_one_line(call, arguments, words):
-    code, out, err = call(serve, *arguments)
+def test_a_server_that_cannot_be_as_asked_says_so_in_one_line(
+    monkeypatch, capsys, arguments, words
+):
+    code, out, err = call(serve.main, monkeypatch, capsys, *arguments)
     assert (code, out) == (2, "")
     assert words in err
     assert err.count("\n") == 1

@@ -216,34 +216,44 @@ def test_metrics_tell_what_was_reused(world):
     assert "Bearer" not in page.text
 
 
-def test_the_official_client_streams_over_a_socket_and_may_go_away(world):
+@contextlib.contextmanager
+def listening(world):
+    """A server in a thread of its own, and its port; it ends with the block."""
     app = world.app(start=False)
     with serve.listen("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]
         server = serve.make_server(app, world.thread, host="127.0.0.1", port=port, grace_s=0.1)
         running = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         running.start()
-        with openai.OpenAI(
-            base_url=f"http://127.0.0.1:{port}/v1", api_key="tenant", max_retries=0
-        ) as client:
-            while world.thread.state is not State.READY:
-                time.sleep(0.005)
-            try:
-                check_client(client)
-                check_going(world, client)
-                last = client.completions.create(**completion(max_tokens=150), stream=True)
-                world.turns.clear()
-                server.should_exit = True
-                while world.thread._commands.empty():  # the grace is over
-                    time.sleep(0.001)
-                assert world.thread.state is State.STOPPING
-            finally:
-                server.should_exit = True
-                world.turns.set()
-                running.join(20)
-            with pytest.raises(openai.APIError, match="stopping"):
-                list(last)
+        try:
+            yield server, port
+        finally:
+            server.should_exit = True
+            world.turns.set()
+            running.join(20)
     assert not running.is_alive()
+
+
+def test_the_official_client_streams_over_a_socket_and_may_go_away(world):
+    with contextlib.ExitStack() as stack:
+        server, port = stack.enter_context(listening(world))
+        client = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1", api_key="tenant", max_retries=0
+        )
+        stack.callback(client.close)
+        while world.thread.state is not State.READY:
+            time.sleep(0.005)
+        check_client(client)
+        check_going(world, client)
+        last = client.completions.create(**completion(max_tokens=150), stream=True)
+        world.turns.clear()
+        server.should_exit = True
+        while world.thread._commands.empty():  # the grace is over
+            time.sleep(0.001)
+        assert world.thread.state is State.STOPPING
+        world.turns.set()
+        with pytest.raises(openai.APIError, match="stopping"):
+            list(last)
     assert world.thread.state is State.STOPPED
 
 
@@ -292,33 +302,24 @@ def answer(sock):
 
 
 def test_a_head_that_does_not_end_ends_its_connection(world):
-    app = world.app(start=False)
-    with serve.listen("127.0.0.1", 0) as sock:
-        port = sock.getsockname()[1]
-        server = serve.make_server(app, world.thread, host="127.0.0.1", port=port, grace_s=0.1)
-        running = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-        running.start()
-        try:
-            head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-A: "
-            with socket.create_connection(("127.0.0.1", port)) as whole:
-                whole.sendall(head + b"a" * 30_000 + b"\r\n\r\n")
-                assert answer(whole).startswith(b"HTTP/1.1 ")
-                whole.sendall(b"POST /v1/nothing HTTP/1.1\r\nHost: localhost\r\n")
-                whole.sendall(b"Content-Length: 200000\r\n\r\n" + b" " * 200_000)
-                assert answer(whole).startswith(b"HTTP/1.1 404"), "bodies have another limit"
-            with socket.create_connection(("127.0.0.1", port)) as endless:
-                endless.sendall(head)
-                with contextlib.suppress(ConnectionError):
-                    for _ in range(100):
-                        endless.sendall(b"a" * 10_000)
-                        time.sleep(0.001)
-                    endless.settimeout(10)
-                    assert endless.recv(100).startswith(b"HTTP/1.1 400")
-                    while endless.recv(10_000):
-                        pass
-        finally:
-            server.should_exit = True
-            running.join(20)
+    with listening(world) as (_, port):
+        head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-A: "
+        with socket.create_connection(("127.0.0.1", port)) as whole:
+            whole.sendall(head + b"a" * 30_000 + b"\r\n\r\n")
+            assert answer(whole).startswith(b"HTTP/1.1 ")
+            whole.sendall(b"POST /v1/nothing HTTP/1.1\r\nHost: localhost\r\n")
+            whole.sendall(b"Content-Length: 200000\r\n\r\n" + b" " * 200_000)
+            assert answer(whole).startswith(b"HTTP/1.1 404"), "bodies have another limit"
+        with socket.create_connection(("127.0.0.1", port)) as endless:
+            endless.sendall(head)
+            with contextlib.suppress(ConnectionError):
+                for _ in range(100):
+                    endless.sendall(b"a" * 10_000)
+                    time.sleep(0.001)
+                endless.settimeout(10)
+                assert endless.recv(100).startswith(b"HTTP/1.1 400")
+                while endless.recv(10_000):
+                    pass
 
 
 def test_what_arrives_together_is_given_to_the_engine_together(world, monkeypatch):

@@ -5,12 +5,12 @@ import sys
 import time
 
 import pytest
+from commands import status
 from engines import toy_lab
 from places import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
-import command_line
 import rollout as rollout_command
 import serve
 import verify_shadow
@@ -75,10 +75,7 @@ def person(monkeypatch, world, *arguments):
     """What ``scripts/rollout.py`` does, in this process."""
     command, *rest = map(str, arguments)
     said = ["--by", "ada", "--reason", "a test"]
-    monkeypatch.setattr(sys, "argv", ["rollout.py", command, str(world.state), *rest, *said])
-    with pytest.raises(SystemExit) as ended:
-        command_line.run(rollout_command.main)
-    assert ended.value.code == 0
+    assert status(rollout_command.main, monkeypatch, command, world.state, *rest, *said) == 0
 
 
 def health(app):

@@ -1,33 +1,22 @@
 """``verify.py restore``, ``poison`` and ``knockout`` at a small size, and that they can fail."""
 
+import functools
 import json
 import sys
 
+import commands
 import jax
 import numpy as np
-import pytest
 from places import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
-import command_line
 import verify
 import verify_restore
 
 import hybridkv.engine.steps as steps_module
 
-
-@pytest.fixture(autouse=True)
-def _no_compilation_cache(monkeypatch):
-    monkeypatch.setattr(command_line, "use_compilation_cache", lambda: None)
-
-
-def call(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["verify", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        command_line.run(verify.main)
-    out, err = capsys.readouterr()
-    return stop.value.code, out, err
+call = functools.partial(commands.call, verify.main)
 
 
 def test_restored_cells_equal_cold_runs(monkeypatch, capsys, tmp_path):

@@ -4,9 +4,11 @@ Its runner and its engine are those of other tests, given tiers, so that nothing
 it does in new processes is done here after a restart in the same one.
 """
 
+import functools
 import json
 import sys
 
+import commands
 import jax
 import numpy as np
 import pytest
@@ -17,7 +19,6 @@ from tiered import give_tiers, take_tiers
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
-import command_line
 import tier_lab
 import tier_restarts
 import verify
@@ -34,11 +35,6 @@ class Killed(BaseException):
     """The process is gone."""
 
 
-@pytest.fixture(autouse=True)
-def _no_compilation_cache(monkeypatch):
-    monkeypatch.setattr(command_line, "use_compilation_cache", lambda: None)
-
-
 @pytest.fixture
 def one_process(monkeypatch):
     """A restart is another mover over the same store, with empty bookkeeping."""
@@ -51,7 +47,7 @@ def one_process(monkeypatch):
 
     def make_engine(runtime, blocks, snapshots, *, debug, tiers, cost):
         lab.renew()
-        lab.engine._restores = give_tiers(lab.engine.runner, tiers)
+        lab.engine.seating.restores = give_tiers(lab.engine.runner, tiers)
         return lab.engine
 
     def spawn(mode, job, folder, *, killed=False):
@@ -76,12 +72,7 @@ def one_process(monkeypatch):
     lab.renew()
 
 
-def call(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["verify", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        command_line.run(verify.main)
-    out, err = capsys.readouterr()
-    return stop.value.code, out, err
+call = functools.partial(commands.call, verify.main)
 
 
 @pytest.mark.usefixtures("one_process")

@@ -178,7 +178,7 @@ class Traffic(RuleBasedStateMachine):
         assert len(set(seated)) == len(seated) == SLOTS - runner.free_slots
         assert runner.allocator.leases.open.keys() == {r.serial for r in receipts if r is not None}
         assert len(runner.allocator.reservations.left) == reserved
-        assert parked == engine._parked_bytes <= engine.options.park_bytes
+        assert parked == engine.seating.parked_bytes <= engine.options.park_bytes
 
     @invariant()
     def what_has_ended_stays_as_it_is(self):

@@ -1,17 +1,16 @@
 """Requests whose prefix is on the host or on disk: cold bits, no compilation, nobody waits."""
 
-import contextlib
 import dataclasses
 import threading
 import time
 
 import pytest
+from bookkeeping import give_up
 from engines import BLOCKS, SLOTS, TILE, ids_of, same, task_of
 from hand_workers import Hook
-from tiered import with_tiers
+from tiered_lab import lab_with_tiers
 
 from hybridkv.blocks.entries import Form, Tier
-from hybridkv.blocks.invariants import check
 from hybridkv.engine.requests import Finish
 from hybridkv.engine.saving import SavedPrefix
 from hybridkv.engine.scheduler import Stage
@@ -21,24 +20,6 @@ from hybridkv.tiers.faults import NO_FAULTS, Point
 
 IDS, NEW = ids_of(5 * TILE + 3, seed=1), 6
 OTHER = ids_of(20, seed=2)
-NOBODY = 1e9
-"""Seconds of a deadline that never comes."""
-
-
-@contextlib.contextmanager
-def tiers(lab, path, *, restore_s=NOBODY, **more):
-    """The lab's engine over three tiers; what it waits for happens in real time."""
-    engine = lab.engine
-    with with_tiers(engine.runner, path / "store", **more) as mover:
-        engine.reset()
-        lab.change(restores=mover, restore_s=restore_s)
-        virtual, engine._sleep = engine._sleep, lambda s: (time.sleep(1e-3), lab.time.sleep(s))
-        try:
-            yield mover
-        finally:
-            engine._sleep = virtual
-            check(engine.runner.allocator)
-            assert not engine.runner.allocator.reservations.left
 
 
 def put(lab, mover, tier):
@@ -46,11 +27,7 @@ def put(lab, mover, tier):
     lab.finish(lab.submit(IDS, NEW, policy=DENSE))
     lab.engine.drain()
     assert mover.flush(timeout_s=30)
-    allocator = lab.engine.runner.allocator
-    for gone in Tier:
-        if gone < tier:
-            for form, many in ((Form.SNAPSHOT, "snapshots"), (Form.BLOCK, "blocks")):
-                allocator.evict(tier=gone, **{many: allocator.evictable(form, gone)})
+    give_up(lab.engine.runner.allocator, *(faster for faster in Tier if faster < tier))
     counters = lab.engine.counters
     counters.restores = counters.reused_tokens = 0
     mover.counters.loaded = dict.fromkeys(Tier, 0)
@@ -77,7 +54,7 @@ class Gate:
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
 def test_a_restored_prompt_has_the_bits_of_a_cold_one_and_compiles_nothing(lab, tmp_path, tier):
     alone = lab.alone(IDS, NEW)
-    with tiers(lab, tmp_path) as mover:
+    with lab_with_tiers(lab, tmp_path) as mover:
         put(lab, mover, tier)
         handle = lab.submit(IDS, NEW)
         lab.steps(1)
@@ -93,9 +70,9 @@ def test_a_restored_prompt_has_the_bits_of_a_cold_one_and_compiles_nothing(lab, 
 
 def test_another_process_goes_on_from_the_store(lab, tmp_path):
     alone = lab.alone(IDS, NEW)
-    with tiers(lab, tmp_path) as mover:
+    with lab_with_tiers(lab, tmp_path) as mover:
         put(lab, mover, Tier.DISK)
-    with tiers(lab, tmp_path) as mover:
+    with lab_with_tiers(lab, tmp_path) as mover:
         handle = lab.submit(IDS, NEW)
         lab.finish(handle)
         assert same(handle.output, alone)
@@ -110,7 +87,7 @@ def test_another_process_goes_on_from_the_store(lab, tmp_path):
 
 def test_the_batch_goes_on_while_a_prefix_is_read(lab, tmp_path):
     alone, other = lab.alone(IDS, NEW), lab.alone(OTHER, 8)
-    with tiers(lab, tmp_path) as mover:
+    with lab_with_tiers(lab, tmp_path) as mover:
         put(lab, mover, Tier.HOST)
         gate = Gate(mover)
         handle = lab.submit(IDS, NEW)
@@ -129,7 +106,7 @@ def test_the_batch_goes_on_while_a_prefix_is_read(lab, tmp_path):
 
 @pytest.mark.parametrize("step_in_moves", [0.0, 0.1, 41.0])
 def test_writes_beside_a_decode_step_take_a_share_of_its_time(lab, tmp_path, step_in_moves):
-    with tiers(lab, tmp_path) as mover:
+    with lab_with_tiers(lab, tmp_path) as mover:
         runner, limits = lab.engine.runner, []
         size = MOVED_BLOCKS * runner.model.geometry.block_bytes
         costs = dataclasses.replace(runner.plan_options.cost, bytes_per_second={Tier.HOST: size})
@@ -149,7 +126,7 @@ def test_writes_beside_a_decode_step_take_a_share_of_its_time(lab, tmp_path, ste
 
 def test_one_that_comes_too_late_is_computed_and_what_comes_then_hurts_nobody(lab, tmp_path):
     alone = lab.alone(IDS, NEW)
-    with tiers(lab, tmp_path, restore_s=10.0) as mover:
+    with lab_with_tiers(lab, tmp_path, restore_s=10.0) as mover:
         put(lab, mover, Tier.HOST)
         gate = Gate(mover)
         handle = lab.submit(IDS, NEW)
@@ -168,7 +145,7 @@ def test_one_that_comes_too_late_is_computed_and_what_comes_then_hurts_nobody(la
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
 def test_one_that_is_cancelled_gives_its_room_back_at_once(lab, tmp_path, tier):
-    with tiers(lab, tmp_path) as mover:
+    with lab_with_tiers(lab, tmp_path) as mover:
         put(lab, mover, tier)
         gate = Gate(mover, Point.HOST_LOAD if tier == Tier.HOST else Point.DISK_LOAD)
         handle = lab.submit(IDS, NEW)
@@ -186,7 +163,7 @@ def test_one_that_is_cancelled_gives_its_room_back_at_once(lab, tmp_path, tier):
 
 def test_two_requests_for_one_prefix_read_it_once(lab, tmp_path):
     alone = lab.alone(IDS, NEW)
-    with tiers(lab, tmp_path) as mover:
+    with lab_with_tiers(lab, tmp_path) as mover:
         put(lab, mover, Tier.HOST)
         gate = Gate(mover)
         first, second = lab.submit(IDS, NEW), lab.submit(IDS, NEW)
@@ -201,7 +178,7 @@ def test_two_requests_for_one_prefix_read_it_once(lab, tmp_path):
 
 def test_what_a_waiting_request_needs_is_read_ahead(lab, tmp_path):
     alone = lab.alone(IDS, NEW)
-    with tiers(lab, tmp_path) as mover:
+    with lab_with_tiers(lab, tmp_path) as mover:
         put(lab, mover, Tier.DISK)
         handle = lab.submit(IDS, NEW)  # and no turn
         end = time.monotonic() + 30
@@ -218,7 +195,7 @@ def test_what_a_waiting_request_needs_is_read_ahead(lab, tmp_path):
 
 def test_damage_costs_a_hit_and_no_bit(lab, tmp_path):
     alone = lab.alone(IDS, NEW)
-    with tiers(lab, tmp_path) as mover:
+    with lab_with_tiers(lab, tmp_path) as mover:
         put(lab, mover, Tier.DISK)
         for file in (tmp_path / "store" / "segments").rglob("c/*/*"):
             data = bytearray(file.read_bytes())
@@ -237,7 +214,7 @@ def test_damage_costs_a_hit_and_no_bit(lab, tmp_path):
 @pytest.mark.parametrize("when", ["before", "while it is restored"])
 def test_an_engine_outlives_tiers_that_fail_in_every_turn(lab, tmp_path, monkeypatch, when):
     alone = lab.alone(IDS, NEW)
-    with tiers(lab, tmp_path, restore_s=0.05) as mover:
+    with lab_with_tiers(lab, tmp_path, restore_s=0.05) as mover:
         put(lab, mover, Tier.HOST)
 
         def broken():
@@ -266,7 +243,7 @@ def test_an_engine_outlives_tiers_that_fail_in_every_turn(lab, tmp_path, monkeyp
 def test_a_prefix_is_saved_from_where_it_is(lab, tmp_path, tier):
     """Not one of its bytes is on the device, and its bits are those of a cold run."""
     alone = lab.alone(IDS, NEW)
-    with tiers(lab, tmp_path) as mover:
+    with lab_with_tiers(lab, tmp_path) as mover:
         put(lab, mover, tier)
         saved = SavedPrefix(lab.engine, IDS)
         assert len(saved.tokens) == 5 * TILE

@@ -51,7 +51,7 @@ def test_a_follower_goes_on_where_its_leader_stops_half_way(lab, tiles, how):
     if how == "cancelled":
         leader.cancel()
     else:
-        lab.engine._preempt(task)
+        lab.engine.seating.preempt(task)
     lab.finish(leader, follower)
     assert same(follower.output, alone[1])
     assert follower.output.computed <= len(TWO)

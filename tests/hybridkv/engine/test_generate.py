@@ -1,11 +1,10 @@
 """One sequence after the other over one cache, with the TOY model."""
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import compilations
 from toy import empty_cache, prompt, toy_options, toy_runtime
 
 from hybridkv.engine.generate import GenerationStats, Generator, default_options
@@ -17,35 +16,15 @@ CAPACITY = 512
 HOT = SamplingOptions(temperature=1.0, top_p=0.95, seed=3)
 
 
-class Compilations:
-    """Counts what XLA compiles while it listens."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, event: str, seconds: float, **_: object) -> None:
-        self.count += event == "/jax/core/compile/backend_compile_duration"
-
-
-@contextlib.contextmanager
-def counted_compilations():
-    counter = Compilations()
-    jax.monitoring.register_event_duration_secs_listener(counter)
-    try:
-        yield counter
-    finally:
-        jax.monitoring.unregister_event_duration_listener(counter)
-
-
 @pytest.fixture(scope="module")
 def warm():
     """A generator, and the tokens of its very first stream with what that compiled."""
     generator = Generator(
         toy_runtime(), toy_options(all_logits=False), capacity_tokens=CAPACITY - 20
     )
-    with counted_compilations() as compilations:
+    with compilations() as compiled:
         tokens = list(generator.stream(prompt(37), max_new_tokens=400))
-    return generator, tokens, compilations.count
+    return generator, tokens, len(compiled)
 
 
 @pytest.fixture
@@ -55,22 +34,22 @@ def generator(warm):
 
 def test_nothing_is_compiled_after_warm_up(warm):
     """400 tokens pass every cell, window, block and tile boundary many times over."""
-    _, tokens, compilations = warm
+    _, tokens, compiled = warm
     assert len(tokens) == 400
-    assert compilations == 0
+    assert compiled == 0
 
 
 def test_a_new_shape_would_have_been_counted():
-    with counted_compilations() as compilations:
+    with compilations() as compiled:
         jax.jit(lambda x: x * 3)(np.ones(977, np.float32)).block_until_ready()
-    assert compilations.count == 1
+    assert len(compiled) == 1
 
 
 def test_other_lengths_and_sampling_compile_nothing_either(generator):
-    with counted_compilations() as compilations:
+    with compilations() as compiled:
         for length, sampling in ((1, SamplingOptions()), (32, HOT), (33, HOT), (90, HOT)):
             list(generator.stream(prompt(length), max_new_tokens=9, sampling=sampling))
-    assert compilations.count == 0
+    assert len(compiled) == 0
 
 
 def test_no_state_leaks_from_one_prompt_to_the_next(warm):

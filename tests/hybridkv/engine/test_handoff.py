@@ -117,9 +117,9 @@ def test_a_parked_one_is_handed_off_from_where_it_is(lab):
     alone = lab.alone(PROMPT, NEW)
     handle = lab.submit(PROMPT, NEW)
     lab.until(lambda: len(handle.output.pieces) == 7)
-    lab.engine._preempt(task_of(handle))
+    lab.engine.seating.preempt(task_of(handle))
     parked = lab.engine.hand_off(handle)
-    assert lab.engine._parked_bytes == 0
+    assert lab.engine.seating.parked_bytes == 0
     running, _ = handed_off(lab, at=7)
     np.testing.assert_array_equal(parked.blocks, running.blocks)
     np.testing.assert_array_equal(parked.state, running.state)
@@ -156,7 +156,7 @@ def test_one_whose_bytes_are_lost_after_it_was_taken_says_so_and_completes(lab):
     again = lab.submit(PROMPT, NEW)
     lab.until(lambda: len(again.output.pieces) == 5)
     task = task_of(again)
-    lab.engine._preempt(task)
+    lab.engine.seating.preempt(task)
     task.parked = dataclasses.replace(task.parked, digest=b"other")
     with pytest.raises(HandOffRefused, match="digest"):
         lab.engine.hand_off(again)
@@ -233,7 +233,7 @@ def test_a_request_that_is_not_its_own_is_refused_and_nothing_is_taken(lab):
     with pytest.raises(HandOffRefused, match="0 tokens were chosen"):
         take_over(lab, nothing_chosen)
     assert engine.counters.submitted == before
-    assert engine.waiting == engine._parked_bytes == 0
+    assert engine.waiting == engine.seating.parked_bytes == 0
 
 
 @pytest.mark.parametrize("part", ["geometry", "weights", "layout", "numerics"])

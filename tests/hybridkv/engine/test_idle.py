@@ -147,7 +147,7 @@ def test_prompt_blocks_of_one_that_is_not_exact_stay_marked_when_published_late(
     low = lab.submit(ids, 20, publish=Publish.AS_DECODED)
     lab.until(lambda: len(low.output.pieces) == 3)
     assert not low.output.exact
-    lab.engine._preempt(task_of(low))
+    lab.engine.seating.preempt(task_of(low))
     everything(lab)
     lab.finish(low)
     again = turn(lab, np.concatenate([ids, ids_of(3, seed=8)]), 2)

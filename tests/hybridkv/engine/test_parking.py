@@ -46,7 +46,7 @@ def test_it_goes_on_in_another_slot_with_other_blocks_as_if_never_parked(lab, ev
     high = lab.submit(ids_of(30, seed=3), 20, priority=9)
     lab.until(lambda: task.stage is Stage.PARKED)
     assert lab.engine.counters.preemptions == low.output.preemptions == 1
-    assert lab.engine._parked_bytes == task.parked.nbytes
+    assert lab.engine.seating.parked_bytes == task.parked.nbytes
     assert task.parked.nbytes == parked_bytes(lab.engine.runner, task.parked.computed)
     if evict:
         lab.engine.runner.allocator.evict(blocks=2)
@@ -137,12 +137,12 @@ def test_one_whose_bytes_are_damaged_says_so_and_completes(lab, leaf, room):
         lab.steps(3)
         assert lab.engine.counters.lost_states == 1
         runner.allocator.cancel(held)
-        lab.engine._version += 1
+        lab.engine.seating.version += 1
     lab.finish(low)
     output = low.output
     assert (output.finish, output.exact) == (Finish.LENGTH, False)
     assert lab.engine.counters.lost_states == 1
-    assert lab.engine._parked_bytes == 0
+    assert lab.engine.seating.parked_bytes == 0
     assert len(output.tokens) == NEW
     assert output.tokens[:10] == alone.tokens[:10]
     if room:
@@ -161,9 +161,9 @@ def test_samples_of_a_lost_prompt_never_wait_for_each_other(lab):
     handle = lab.submit(ids, 30, samples=2)
     first, second = task_of(handle, 0), task_of(handle, 1)
     lab.until(lambda: len(first.output.pieces) == 1)
-    engine._preempt(first)
+    engine.seating.preempt(first)
     damage(first, "state")
-    first.refused_at = engine._version
+    first.refused_at = engine.seating.version
     allocator.evict(blocks=4)
     held = allocator.reserve(blocks=16)  # room for one of them
     lab.until(lambda: second.stage is Stage.PREFILLING, 3)
@@ -171,7 +171,7 @@ def test_samples_of_a_lost_prompt_never_wait_for_each_other(lab):
         first.refused_at = -1
         lab.steps(1)
     assert first.leader is second
-    engine._preempt(second)
+    engine.seating.preempt(second)
     allocator.cancel(held)
     lab.finish(handle, limit=300)
     assert all(output.finish is Finish.LENGTH for output in handle.outputs)
@@ -206,7 +206,7 @@ def test_parked_bytes_stay_within_their_memory(lab):
     big = lab.submit(ids_of(PER_SEQUENCE * TILE - 20, seed=9), 20, priority=5)
     for _ in range(400):
         lab.engine.step()
-        assert lab.engine._parked_bytes <= lab.engine.options.park_bytes
+        assert lab.engine.seating.parked_bytes <= lab.engine.options.park_bytes
         if high.done and big.done and all(h.done for h in lows):
             break
     lab.finish(high, big, *lows)

@@ -3,8 +3,9 @@
 import functools
 
 import pytest
+from bookkeeping import give_up
 from engines import LANES, TILE, Lab, Time, ids_of, make_engine, renewed, same
-from tiered_lab import give_up, lab_with_tiers
+from tiered_lab import lab_with_tiers
 from toy import toy_model, toy_options
 
 from hybridkv.blocks.entries import Tier

@@ -3,12 +3,13 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from compiling import compilations
 from toy import digest, prompt, toy_options, toy_runtime
 
 from hybridkv.blocks.entries import Form, Tier
 from hybridkv.blocks.pools import NeverFits, NoRoom
-from hybridkv.engine.numerics import numerics_id
-from hybridkv.engine.runner import Runner, RunnerOptions, identify
+from hybridkv.engine.numerics import identify, numerics_id
+from hybridkv.engine.runner import Runner, RunnerOptions
 from hybridkv.engine.sequence import NoSlot
 from hybridkv.errors import UserError
 from hybridkv.prefixes.losses import Cause
@@ -223,13 +224,7 @@ def test_the_numerics_id_depends_on_what_fixes_bits_and_not_on_capacity():
 
 
 def test_nothing_compiles_after_warm_up(runner):
-    events = []
-
-    def count(event, duration, **_):
-        events.append(event == "/jax/core/compile/backend_compile_duration")
-
-    jax.monitoring.register_event_duration_secs_listener(count)
-    try:
+    with compilations() as compiled:
         head = prompt(96, seed=24)
         for seed in range(4):
             ids = np.concatenate([head, prompt(10 + seed, seed=seed)])
@@ -238,9 +233,7 @@ def test_nothing_compiles_after_warm_up(runner):
             runner.decode({sequence: 1})
             runner.finish(sequence)
         runner.allocator.evict(blocks=4)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(count)
-    assert sum(events) == 0
+    assert compiled == []
 
 
 def test_no_snapshot_is_written_inside_the_cone_of_a_replay(runner):

@@ -11,12 +11,14 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from bookkeeping import give_up
 from engines import TILE, ids_of
-from tiered_lab import give_up, lab_with_tiers
+from tiered_lab import lab_with_tiers
 
 from hybridkv.blocks.entries import NONE, Form, Tier
 from hybridkv.blocks.transitions import TierState
 from hybridkv.errors import UserError
+from hybridkv.observe import publisher
 from hybridkv.observe.events import (
     EntriesBatch,
     EntriesRemoved,
@@ -121,6 +123,21 @@ def busy(lab, rounds=12, after=lambda n: None):
         lab.finish(lab.submit(ids, 3, policy=policy), lab.submit(heads[n % 3], 2))
         after(n)
     lab.engine.drain()
+
+
+def test_a_batch_that_cannot_be_sent_is_told_and_leaves_a_gap(lab, monkeypatch, caplog):
+    def broken(*_, **__):
+        raise ValueError("no such event")
+
+    lab.engine.reset()
+    with publishing(lab.engine) as events:
+        monkeypatch.setattr(publisher, "router_batch", broken)
+        lab.finish(lab.submit(LONG, 2))
+        events.flush()
+        assert events.drain()
+        assert events.sent("router") == events.failed > 0
+    assert "a batch of the stream router could not be sent" in caplog.text
+    assert "no such event" in caplog.text
 
 
 def test_the_stream_replayed_is_exactly_the_directory(lab, tmp_path):

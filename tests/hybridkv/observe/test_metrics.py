@@ -9,13 +9,13 @@ import urllib.request
 
 import numpy as np
 import pytest
+from bookkeeping import give_up
 from engines import SLOTS, TILE, ids_of
 from prometheus_client.parser import text_string_to_metric_families
-from tiered_lab import give_up, lab_with_tiers
+from tiered_lab import lab_with_tiers
 
 from hybridkv.blocks.entries import Form, Tier
 from hybridkv.blocks.transitions import TierState
-from hybridkv.engine.engine import Engine
 from hybridkv.engine.requests import Finish
 from hybridkv.kinds import Kind
 from hybridkv.observe.metric import Type
@@ -349,7 +349,7 @@ def test_in_a_long_turn_the_last_numbers_are_served_with_their_age(lab, monkeypa
     reader = reader_of(lab.engine)
     before = reader.read()
     slow = Slow(lab.engine)
-    monkeypatch.setattr(Engine, "_turn_tiers", lambda engine: slow())
+    monkeypatch.setattr(lab.engine.seating, "turn_tiers", lambda **_: slow())
     thread = threading.Thread(target=lab.engine.step)
     thread.start()
     try:

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bookkeeping import give_up
 from scenarios.runs import GEOMETRY, CountingModel, tokens, used
 
-from hybridkv.blocks.entries import Form
+from hybridkv.blocks.entries import Form, Tier
 from hybridkv.engine.engine import Engine, EngineOptions
 from hybridkv.engine.generated import Publish
 from hybridkv.engine.requests import Finish, Request
@@ -371,8 +372,7 @@ def test_losing_what_was_stored_rolls_back(engines, stage):
         run.run([ask(1)])
         run.drain()
     assert run.stage is stage
-    for form, name in ((Form.SNAPSHOT, "snapshots"), (Form.BLOCK, "blocks")):
-        allocator.evict(**{name: allocator.evictable(form)})
+    give_up(allocator, Tier.DEVICE)
     run.run([ask(1)])
     run.drain()
     assert run.stage is OFF

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exactness import check_idle_slot, check_neighbours, run, shuffled
 from toy import decode, digest, empty_cache, prefill, prompt, toy_options, toy_runtime
 
 from hybridkv import formats
 from hybridkv.engine.steps import Steps
-from hybridkv.state.batch import DecodeBatch, TileBatch
 from hybridkv.state.cache import Cache
 
 IDS = prompt(75)
@@ -30,32 +30,21 @@ def alone(runtime):
 @pytest.fixture(scope="module")
 def reference(alone):
     """Digests of prompt and decode logits of one sequence alone in a small cache."""
-    logits, cache = prefill(alone, empty_cache(alone), IDS)
-    after, _ = decode(alone, cache, NEW)
-    assert np.isfinite(logits).all()
-    assert np.isfinite(after).all()
-    return digest(logits), digest(after)
-
-
-def run(steps: Steps, cache: Cache) -> tuple[str, str]:
-    logits, cache = prefill(steps, cache, IDS)
-    return digest(logits), digest(decode(steps, cache, NEW)[0])
+    return run(alone, empty_cache(alone), IDS, NEW)
 
 
 def test_a_second_run_gives_the_same_bits(alone, reference):
-    assert run(alone, empty_cache(alone)) == reference
+    assert run(alone, empty_cache(alone), IDS, NEW) == reference
 
 
 @pytest.mark.parametrize("tokens", [115, 2048])
 def test_capacity_changes_no_bit(alone, reference, tokens):
-    assert run(alone, empty_cache(alone, tokens=tokens)) == reference
+    assert run(alone, empty_cache(alone, tokens=tokens), IDS, NEW) == reference
 
 
 def test_order_of_blocks_changes_no_bit(alone, reference):
-    cache = empty_cache(alone, tokens=256)
-    shuffled = np.random.default_rng(0).permutation(cache.block_table.shape[1]).astype(np.int32)
-    cache = dataclasses.replace(cache, block_table=jnp.asarray(shuffled[None]))
-    assert run(alone, cache) == reference
+    cache = shuffled(empty_cache(alone, tokens=256))
+    assert run(alone, cache, IDS, NEW) == reference
 
 
 def _poison(cache: Cache, length: int) -> Cache:
@@ -133,66 +122,18 @@ def test_decoding_tokens_then_prompting_the_rest_stays_close(alone):
         )
 
 
-def _lane_batch(lanes: int, slots: int, active: dict[int, tuple[np.ndarray, int]], tile: int):
-    """One tile for each lane: lane -> (its prompt, its tile number)."""
-    tokens = np.full((lanes, tile), 7, np.int32)
-    at = np.full((lanes,), slots, np.int32)
-    starts, ends = np.zeros(lanes, np.int32), np.zeros(lanes, np.int32)
-    for lane, (ids, number) in active.items():
-        part = ids[number * tile : (number + 1) * tile]
-        tokens[lane, : len(part)] = part
-        at[lane], starts[lane], ends[lane] = lane, number * tile, number * tile + len(part)
-    names = ("tokens", "slots", "starts", "ends", "known_from", "write_from")
-    zeros = np.zeros_like(starts)
-    arrays = (jnp.asarray(x) for x in (tokens, at, starts, ends, zeros, zeros))
-    return TileBatch(**dict(zip(names, arrays, strict=True)))
-
-
 @pytest.mark.parametrize("sequential", [True, False], ids=["sequential", "batched"])
 def test_lane_and_neighbours_change_no_bit(runtime, sequential):
-    lanes = 3
-    steps = Steps(runtime, toy_options(lanes=lanes, sequential=sequential))
-    tile = steps.options.tile
-
-    def logits_of(lane: int, others: dict[int, np.ndarray]) -> str:
-        cache = empty_cache(steps, slots=lanes)
-        mine = []
-        for number in range(3):
-            active = {k: (ids, number) for k, ids in others.items() if len(ids) > number * tile}
-            batch = _lane_batch(lanes, lanes, active | {lane: (IDS, number)}, tile)
-            out, cache = steps.tile(batch, cache)
-            mine.append(np.asarray(out[lane]))
-        after = []
-        for i, token in enumerate(NEW[:20]):
-            tokens = jnp.full((lanes,), i, jnp.int32).at[lane].set(int(token))
-            active_slots = jnp.asarray([k == lane or k in others for k in range(lanes)])
-            out, cache = steps.decode(DecodeBatch(tokens=tokens, active=active_slots), cache)
-            after.append(np.asarray(out[lane]))
-        return digest(np.concatenate(mine)[: len(IDS)]) + digest(np.stack(after))
-
-    expected = logits_of(0, {})
-    assert logits_of(0, {1: prompt(96, 5), 2: prompt(90, 6)}) == expected
-    assert logits_of(1, {0: prompt(96, 7), 2: prompt(70, 8)}) == expected
-    assert logits_of(2, {0: prompt(70, 9), 1: prompt(95, 10)}) == expected
+    steps = Steps(runtime, toy_options(lanes=3, sequential=sequential))
+    check_neighbours(steps, IDS, NEW[:20])
 
 
 def test_idle_slots_keep_every_byte(runtime):
-    steps = Steps(runtime, toy_options())
-    cache = empty_cache(steps, slots=2)
-    _, cache = prefill(steps, cache, prompt(37, 3), slot=1)
-    before = jax.tree.map(np.asarray, cache.sequence)
-    blocks = np.asarray(cache.block_table[1])
-    pools = [np.asarray(x)[blocks] for x in cache.compressed.layers if x is not None]
-    _, cache = prefill(steps, cache, IDS, slot=0)
-    _, cache = decode(steps, cache, NEW, slot=0)
-    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(cache.sequence), strict=True):
-        np.testing.assert_array_equal(old[1], np.asarray(new)[1])
-    for old, new in zip(pools, (x for x in cache.compressed.layers if x is not None), strict=True):
-        np.testing.assert_array_equal(old, np.asarray(new)[blocks])
+    check_idle_slot(Steps(runtime, toy_options()), IDS, NEW)
 
 
 def test_bfloat16_rows_are_exact_too():
     """A rounded cache is another model, but as exact a one."""
     steps = Steps(toy_runtime(formats.BFLOAT16), toy_options())
-    runs = [run(steps, empty_cache(steps, tokens=tokens)) for tokens in (115, 512)]
+    runs = [run(steps, empty_cache(steps, tokens=tokens), IDS, NEW) for tokens in (115, 512)]
     assert runs[0] == runs[1]

@@ -6,14 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import compilations
+from exactness import check_idle_slot, check_neighbours, check_stored_rows, run, shuffled
 from flax import nnx
 from toy import TOY, decode, digest, empty_cache, prefill, prompt, toy_model, toy_options
 
 from hybridkv.engine.generate import Generator
-from hybridkv.engine.runner import Runner, RunnerOptions, identify
+from hybridkv.engine.numerics import identify
+from hybridkv.engine.runner import Runner, RunnerOptions
 from hybridkv.engine.steps import Steps, prompt_tiles
 from hybridkv.prefixes.plan import Miss, Outcome
-from hybridkv.state.batch import DecodeBatch, StepOptions, TileBatch
+from hybridkv.state.batch import DecodeBatch, StepOptions
 from hybridkv.state.cache import Cache
 from hybridkv.state.capacity import Capacity
 from hybridkv.state.generic import raw_fields
@@ -47,7 +50,7 @@ def hybrid():
 
 @pytest.fixture(scope="module")
 def reference(steps):
-    return run(steps, empty_cache(steps))
+    return run(steps, empty_cache(steps), IDS, NEW)
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +58,6 @@ def decoded(steps):
     """Logits after each token of NEW."""
     _, cache = prefill(steps, empty_cache(steps), IDS)
     return decode(steps, cache, NEW)[0]
-
-
-def run(steps: Steps, cache: Cache) -> tuple[str, str]:
-    """Digests of a prompt's logits and of those of the tokens decoded after it."""
-    logits, cache = prefill(steps, cache, IDS)
-    after, _ = decode(steps, cache, NEW)
-    assert np.isfinite(logits).all()
-    assert np.isfinite(after).all()
-    return digest(logits), digest(after)
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 75, 115])
@@ -146,14 +140,12 @@ def test_a_bfloat16_model_has_the_hybrid_caches_logits():
 
 
 def test_capacity_changes_no_bit(steps, reference):
-    assert run(steps, empty_cache(steps, tokens=2048)) == reference
+    assert run(steps, empty_cache(steps, tokens=2048), IDS, NEW) == reference
 
 
 def test_order_of_blocks_changes_no_bit(steps, reference):
-    cache = empty_cache(steps, tokens=160)
-    shuffled = np.random.default_rng(0).permutation(cache.block_table.shape[1]).astype(np.int32)
-    cache = dataclasses.replace(cache, block_table=jnp.asarray(shuffled[None]))
-    assert run(steps, cache) == reference
+    cache = shuffled(empty_cache(steps, tokens=160))
+    assert run(steps, cache, IDS, NEW) == reference
 
 
 def _poison(cache: Cache, length: int) -> Cache:
@@ -206,17 +198,7 @@ def test_where_a_prompt_ends_changes_no_earlier_bit(steps, reference, end):
 
 @pytest.mark.parametrize("stored", [0, 1, 16, 31, 32, 40, 75])
 def test_rows_that_are_stored_already_are_never_written(steps, stored):
-    """A different prompt, so that a write would show."""
-    _, cache = prefill(steps, empty_cache(steps), IDS)
-    before = [np.asarray(pool).reshape(128, -1) for pool in cache.compressed.layers]
-    other = (IDS + 1) % TOY.vocab_size
-    for batch in prompt_tiles(other, 0, steps.options, 1, write_from=stored):
-        _, cache = steps.tile(batch, cache)
-    for old, pool in zip(before, cache.compressed.layers, strict=True):
-        new = np.asarray(pool).reshape(128, -1)
-        np.testing.assert_array_equal(new[:stored], old[:stored])
-        assert (new[stored : len(IDS)] != old[stored : len(IDS)]).any(axis=1).all()
-        np.testing.assert_array_equal(new[len(IDS) :], 0.0)
+    check_stored_rows(steps, IDS, stored, TOY.vocab_size)
 
 
 @pytest.mark.parametrize("back", [1, 3, 4, 5, 9, 17, 40])
@@ -230,56 +212,13 @@ def test_a_sequence_goes_back_to_any_token_by_its_length(steps, decoded, back):
     assert digest(again) == digest(decoded[kept:])
 
 
-def _lane_batch(lanes: int, active: dict[int, tuple[np.ndarray, int]], tile: int) -> TileBatch:
-    """One tile for each lane: lane -> (its prompt, its tile number); lane and slot are the same."""
-    arrays = {name: np.zeros(lanes, np.int32) for name in ("starts", "ends", "known_from")}
-    arrays |= {"slots": np.full(lanes, lanes, np.int32), "write_from": np.zeros(lanes, np.int32)}
-    tokens = np.full((lanes, tile), 7, np.int32)
-    for lane, (ids, number) in active.items():
-        part = ids[number * tile : (number + 1) * tile]
-        tokens[lane, : len(part)] = part
-        arrays["slots"][lane], arrays["starts"][lane] = lane, number * tile
-        arrays["ends"][lane] = number * tile + len(part)
-    return TileBatch(tokens=jnp.asarray(tokens), **jax.tree.map(jnp.asarray, arrays))
-
-
 @pytest.mark.parametrize("sequential", [True, False], ids=["sequential", "batched"])
 def test_lane_and_neighbours_change_no_bit(sequential):
-    lanes, new = 3, NEW[:20]
-    steps = generic_steps(lanes=lanes, sequential=sequential)
-    tile = steps.options.tile
-
-    def logits_of(lane: int, others: dict[int, np.ndarray]) -> str:
-        cache = empty_cache(steps, slots=lanes)
-        mine = []
-        for number in range(3):
-            active = {k: (ids, number) for k, ids in others.items() if len(ids) > number * tile}
-            out, cache = steps.tile(_lane_batch(lanes, active | {lane: (IDS, number)}, tile), cache)
-            mine.append(np.asarray(out[lane]))
-        for i, token in enumerate(new):
-            tokens = jnp.full((lanes,), i, jnp.int32).at[lane].set(int(token))
-            active_slots = jnp.asarray([k == lane or k in others for k in range(lanes)])
-            out, cache = steps.decode(DecodeBatch(tokens=tokens, active=active_slots), cache)
-            mine.append(np.asarray(out[lane])[None])
-        logits = np.concatenate(mine)
-        assert np.isfinite(logits).all()
-        return digest(logits[: len(IDS)]) + digest(logits[3 * tile :])
-
-    expected = logits_of(0, {})
-    assert logits_of(0, {1: prompt(96, 5), 2: prompt(90, 6)}) == expected
-    assert logits_of(1, {0: prompt(96, 7), 2: prompt(3, 8)}) == expected
-    assert logits_of(2, {0: prompt(70, 9), 1: prompt(95, 10)}) == expected
+    check_neighbours(generic_steps(lanes=3, sequential=sequential), IDS, NEW[:20])
 
 
 def test_idle_slots_keep_every_byte(steps):
-    cache = empty_cache(steps, slots=2)
-    _, cache = prefill(steps, cache, prompt(37, 3), slot=1)
-    blocks = np.asarray(cache.block_table[1])
-    before = [np.asarray(pool)[blocks] for pool in cache.compressed.layers]
-    _, cache = prefill(steps, cache, IDS, slot=0)
-    _, cache = decode(steps, cache, NEW, slot=0)
-    for old, pool in zip(before, cache.compressed.layers, strict=True):
-        np.testing.assert_array_equal(np.asarray(pool)[blocks], old)
+    check_idle_slot(steps, IDS, NEW)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="how XLA's CPU compiler fuses")
@@ -349,20 +288,12 @@ def test_an_exact_repetition_reuses_all_but_the_last_tile(runner):
 
 
 def test_nothing_compiles_after_warm_up(runner):
-    events = []
-
-    def count(event, duration, **_):
-        events.append(event == "/jax/core/compile/backend_compile_duration")
-
     head = prompt(96, seed=6)
-    jax.monitoring.register_event_duration_secs_listener(count)
-    try:
+    with compilations() as compiled:
         for seed in range(4):
             serve(runner, np.concatenate([head, prompt(10 + seed, seed=seed)]), "compile")
         runner.allocator.evict(blocks=4)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(count)
-    assert sum(events) == 0
+    assert compiled == []
 
 
 def test_the_generator_takes_it_unchanged(steps):

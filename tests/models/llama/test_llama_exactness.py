@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exactness import check_idle_slot, check_neighbours, check_stored_rows, run, shuffled
 from toy import decode, digest, empty_cache, prefill, prompt
 from toy_llama import llama_options, llama_runtime
 
 from hybridkv import formats
 from hybridkv.engine.steps import Steps, prompt_tiles
-from hybridkv.state.batch import DecodeBatch, TileBatch
 from hybridkv.state.cache import Cache
 from models.llama.toy import TOY_LLAMA
 
@@ -31,25 +31,13 @@ def alone(runtime):
 
 @pytest.fixture(scope="module")
 def reference(alone):
-    return run(alone, empty_cache(alone))
-
-
-def run(steps: Steps, cache: Cache) -> tuple[str, str]:
-    logits, cache = prefill(steps, cache, IDS)
-    after, _ = decode(steps, cache, NEW)
-    assert np.isfinite(logits).all()
-    assert np.isfinite(after).all()
-    return digest(logits), digest(after)
+    return run(alone, empty_cache(alone), IDS, NEW)
 
 
 @pytest.mark.parametrize("tokens", [105, 512])
 def test_capacity_and_order_of_blocks_change_no_bit(alone, reference, tokens):
-    cache = empty_cache(alone, tokens=tokens)
-    assert run(alone, cache) == reference
-    cache = empty_cache(alone, tokens=tokens)
-    shuffled = np.random.default_rng(0).permutation(cache.block_table.shape[1]).astype(np.int32)
-    cache = dataclasses.replace(cache, block_table=jnp.asarray(shuffled[None]))
-    assert run(alone, cache) == reference
+    for cache in (empty_cache(alone, tokens=tokens), shuffled(empty_cache(alone, tokens=tokens))):
+        assert run(alone, cache, IDS, NEW) == reference
 
 
 def _poison(cache: Cache, length: int) -> Cache:
@@ -120,69 +108,17 @@ def test_a_hit_means_reuse(alone, resume):
 
 @pytest.mark.parametrize("stored", [0, 1, 16, 31, 32, 40, 75])
 def test_rows_that_are_stored_already_are_never_written(alone, stored):
-    """A different prompt, so that a write would show; it reads the stored rows."""
-    _, cache = prefill(alone, empty_cache(alone), IDS)
-    before = [np.asarray(pool).reshape(128, -1) for pool in cache.compressed.layers]
-    other = (IDS + 1) % TOY_LLAMA.vocab_size
-    for batch in prompt_tiles(other, 0, alone.options, 1, write_from=stored):
-        _, cache = alone.tile(batch, cache)
-    for old, pool in zip(before, cache.compressed.layers, strict=True):
-        new = np.asarray(pool).reshape(128, -1)
-        np.testing.assert_array_equal(new[:stored], old[:stored])
-        assert (new[stored : len(IDS)] != old[stored : len(IDS)]).any(axis=1).all()
-        np.testing.assert_array_equal(new[len(IDS) :], 0.0)
-
-
-def _lane_batch(lanes: int, active: dict[int, tuple[np.ndarray, int]], tile: int) -> TileBatch:
-    """One tile for each lane: lane -> (its prompt, its tile number); lane and slot are the same."""
-    arrays = {name: np.zeros(lanes, np.int32) for name in ("starts", "ends", "known_from")}
-    arrays |= {"slots": np.full(lanes, lanes, np.int32), "write_from": np.zeros(lanes, np.int32)}
-    tokens = np.full((lanes, tile), 7, np.int32)
-    for lane, (ids, number) in active.items():
-        part = ids[number * tile : (number + 1) * tile]
-        tokens[lane, : len(part)] = part
-        arrays["slots"][lane], arrays["starts"][lane] = lane, number * tile
-        arrays["ends"][lane] = number * tile + len(part)
-    return TileBatch(tokens=jnp.asarray(tokens), **jax.tree.map(jnp.asarray, arrays))
+    check_stored_rows(alone, IDS, stored, TOY_LLAMA.vocab_size)
 
 
 @pytest.mark.parametrize("sequential", [True, False], ids=["sequential", "batched"])
 def test_lane_and_neighbours_change_no_bit(runtime, sequential):
-    lanes = 3
-    steps = Steps(runtime, llama_options(lanes=lanes, sequential=sequential))
-    tile = steps.options.tile
-
-    def logits_of(lane: int, others: dict[int, np.ndarray]) -> str:
-        cache = empty_cache(steps, slots=lanes)
-        mine = []
-        for number in range(3):
-            active = {k: (ids, number) for k, ids in others.items() if len(ids) > number * tile}
-            out, cache = steps.tile(_lane_batch(lanes, active | {lane: (IDS, number)}, tile), cache)
-            mine.append(np.asarray(out[lane]))
-        for i, token in enumerate(NEW):
-            tokens = jnp.full((lanes,), i, jnp.int32).at[lane].set(int(token))
-            active_slots = jnp.asarray([k == lane or k in others for k in range(lanes)])
-            out, cache = steps.decode(DecodeBatch(tokens=tokens, active=active_slots), cache)
-            mine.append(np.asarray(out[lane])[None])
-        logits = np.concatenate(mine)
-        assert np.isfinite(logits).all()
-        return digest(logits[: len(IDS)]) + digest(logits[3 * tile :])
-
-    expected = logits_of(0, {})
-    assert logits_of(0, {1: prompt(96, 5), 2: prompt(90, 6)}) == expected
-    assert logits_of(1, {0: prompt(96, 7), 2: prompt(70, 8)}) == expected
-    assert logits_of(2, {0: prompt(70, 9), 1: prompt(95, 10)}) == expected
+    steps = Steps(runtime, llama_options(lanes=3, sequential=sequential))
+    check_neighbours(steps, IDS, NEW)
 
 
 def test_idle_slots_keep_every_byte(alone):
-    cache = empty_cache(alone, slots=2)
-    _, cache = prefill(alone, cache, prompt(37, 3), slot=1)
-    blocks = np.asarray(cache.block_table[1])
-    before = [np.asarray(pool)[blocks] for pool in cache.compressed.layers]
-    _, cache = prefill(alone, cache, IDS, slot=0)
-    _, cache = decode(alone, cache, NEW, slot=0)
-    for old, pool in zip(before, cache.compressed.layers, strict=True):
-        np.testing.assert_array_equal(np.asarray(pool)[blocks], old)
+    check_idle_slot(alone, IDS, NEW)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -190,5 +126,5 @@ def test_bfloat16_rows_are_exact_too(dtype, reference):
     """A rounded cache is another model, but as exact a one."""
     config = dataclasses.replace(TOY_LLAMA, dtype=dtype)
     steps = Steps(llama_runtime(config, formats.BFLOAT16), llama_options())
-    runs = [run(steps, empty_cache(steps, tokens=tokens)) for tokens in (105, 512)]
+    runs = [run(steps, empty_cache(steps, tokens=tokens), IDS, NEW) for tokens in (105, 512)]
     assert runs[0] == runs[1] != reference
