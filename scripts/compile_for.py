@@ -43,12 +43,13 @@ TPU_STEPS: tuple[dict[str, Any], ...] = tuple(
     {"step": step, "model": "v4-flash-thin", **sizes, "cache_format": rows}
     for rows, sizes in (
         ("bfloat16_words", {"slots": 8, "context": 65536}),
-        ("release_lanes", _SIZES),
+        ("release_lanes", _SIZES | {"cells_per_block": 4, "tile": 512}),
     )
     for step in ("decode", "tile")
 )
 """In blocks of 128 tokens, whose single rows have to be words there; and with packed rows, which
-have to fill lanes."""
+have to fill lanes, in blocks of 4 (with 2,048 tokens a tile tpu7x takes over ten minutes to compile
+them)."""
 FULL_STEP: dict[str, Any] = {
     "step": "decode",
     "model": "v4-flash",
