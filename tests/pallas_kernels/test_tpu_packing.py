@@ -61,26 +61,28 @@ def test_decoded_bits_are_those_of_the_reference(layout):
 
 
 @functools.cache
-def opened(layout, e4m3fn):
-    """Rows as attention multiplies them."""
-    decoder = tpu_rows.Decoder(layout, e4m3fn)
+def opened(layout, chip):
+    """Rows as attention multiplies them: two a word, the even one below."""
+    decoder = tpu_rows.Decoder(layout, chip)
 
     def kernel(stored, out, *refs):
         scratch = tpu_rows.Scratch(*refs)
         decoder.prepare(scratch)
-        rows = tpu_rows.UNIT
-        load = lambda unit: stored[unit * rows : (unit + 1) * rows, :]  # noqa: E731
-        decoder.decode(load, stored.shape[0], out, scratch)
+        unit = tpu_rows.UNIT
+        decoder.decode(lambda i: stored[unit * i : unit * (i + 1)], stored.shape[0], out, scratch)
 
     def run(stored):
-        form = jax.ShapeDtypeStruct((stored.shape[0], layout.width), jnp.bfloat16)
-        memory = decoder.scratch(stored.shape[0])
-        return pl.pallas_call(kernel, out_shape=form, scratch_shapes=memory, interpret=True)(stored)
+        rows, width = stored.shape[0], layout.width
+        form = jax.ShapeDtypeStruct((rows // 2, width), jnp.int32)
+        memory = decoder.scratch(rows)
+        call = pl.pallas_call(kernel, out_shape=form, scratch_shapes=memory, interpret=True)
+        pairs = jax.lax.bitcast_convert_type(call(stored), jnp.bfloat16)
+        return pairs.transpose(0, 2, 1).reshape(rows, width)
 
     return jax.jit(run)
 
 
-@pytest.mark.parametrize("e4m3fn", [False, True])
+@pytest.mark.parametrize("e4m3fn", [False, True], ids=["v6e", "tpu7x"])
 @pytest.mark.parametrize(
     "layout",
     [RowLayout("fp8_rope16", 256, 64), RowLayout("fp8_block32", 128)],
@@ -101,7 +103,9 @@ def test_rows_inside_attention_are_those_of_the_reference_in_bfloat16(layout, e4
     wide[:, 1::2] &= 0xBF  # finite, and no larger than 2
     stored[:, layout.scales] = rng.integers(30, 248, (160, layout.groups))
     stored[150, 5], stored[151, 6], stored[152, layout.scales.start + 1] = 0x7F, 0xFF, 0xFF
-    ours = np.asarray(opened(layout, e4m3fn)(jnp.asarray(stored)).astype(jnp.float32))
+    with interpreted(True):
+        bits = opened(layout, tpu_rows.Chip(e4m3fn=e4m3fn, halves=True))(jnp.asarray(stored))
+    ours = np.asarray(bits.astype(jnp.float32))
     exact = jax.jit(functools.partial(reference.decode, format=layout))(jnp.asarray(stored))
     theirs = np.asarray(exact.astype(jnp.bfloat16).astype(jnp.float32))
     nan = np.isnan(theirs).any(axis=1)
