@@ -8,8 +8,8 @@ a step is traced under a mesh (``jax.set_mesh``) that has one of these axes:
     model    heads                     whole: the sum over index heads stays on one device
 
 Pools stand whole on every device, which writes all new rows to its own; so no kernel waits for
-another device. Without a mesh,
-and along an axis that a size does not divide, nothing is split.
+another device. An axis that does not divide a size splits nothing: each of its devices does the
+same. Without a mesh kernels are called as they are.
 """
 
 import functools
@@ -26,6 +26,7 @@ from pallas_kernels.index_scores import api as index_kernel
 from pallas_kernels.moves import api as moves_kernel
 from pallas_kernels.sequences import Active
 
+Kernel = Callable[..., jax.Array]
 SEQUENCES, HEADS = "data", "model"
 """Mesh axes."""
 
@@ -48,46 +49,26 @@ def attend(
     **options: Any,
 ) -> Float[Array, "n t heads width"]:
     """``pallas_kernels.attention.api.attend``, split over the mesh there is."""
+    attend_here: Kernel = functools.partial(attention_kernel.attend, **options)
+    asked: dict[str, Any] = {"rows": rows, "visible": visible, "picks": picks}
+    if not on_mesh():
+        return attend_here(q, local, first, sink, active=active, **asked)
 
     def one(
         q: jax.Array,
         local: jax.Array,
         first: jax.Array,
         sink: jax.Array,
-        mask: jax.Array,
-        rows: BlockRows | None,
-        visible: jax.Array | None,
-        picks: jax.Array | None,
+        mask: Bool[Array, " n"],
+        asked: dict[str, Any],
     ) -> jax.Array:
-        return attention_kernel.attend(
-            q,
-            local,
-            first,
-            sink,
-            rows=rows,
-            visible=visible,
-            picks=picks,
-            active=Active.of(mask),
-            **options,
-        )
+        return attend_here(q, local, first, sink, active=Active.of(mask), **asked)
 
     n, heads = _axis(SEQUENCES, q.shape[0]), _axis(HEADS, q.shape[2])
-    if n is None and heads is None:
-        return attention_kernel.attend(
-            q,
-            local,
-            first,
-            sink,
-            rows=rows,
-            visible=visible,
-            picks=picks,
-            active=active,
-            **options,
-        )
     each, by_head = PartitionSpec(n), PartitionSpec(n, None, heads)
-    where = (by_head, each, each, PartitionSpec(heads), each, _rows_at(rows, n), each, each)
-    arguments = (q, local, first, sink, active.mask, rows, visible, picks)
-    return _split(one, where, by_head)(*arguments)
+    asked_at = {"rows": _rows_at(rows, n), "visible": each, "picks": each}
+    where = (by_head, each, each, PartitionSpec(heads), each, asked_at)
+    return _split(one, where, by_head)(q, local, first, sink, active.mask, asked)
 
 
 def pick_rows(
@@ -100,6 +81,9 @@ def pick_rows(
     **options: Any,
 ) -> Int[Array, "n t k"]:
     """``pallas_kernels.index_scores.api.pick_rows``, split over the mesh there is."""
+    pick_here: Kernel = functools.partial(index_kernel.pick_rows, **options)
+    if not on_mesh():
+        return pick_here(queries, weights, rows, visible, active=active)
 
     def one(
         queries: jax.Array,
@@ -108,12 +92,9 @@ def pick_rows(
         visible: jax.Array,
         mask: Bool[Array, " n"],
     ) -> jax.Array:
-        active = Active.of(mask)
-        return index_kernel.pick_rows(queries, weights, rows, visible, active=active, **options)
+        return pick_here(queries, weights, rows, visible, active=Active.of(mask))
 
     n = _axis(SEQUENCES, queries.shape[0])
-    if n is None and _axis(HEADS, 0) is None:
-        return index_kernel.pick_rows(queries, weights, rows, visible, active=active, **options)
     each = PartitionSpec(n)
     where = (each, each, _rows_at(rows, n), each, each)
     return _split(one, where, each)(queries, weights, rows, visible, active.mask)

@@ -114,3 +114,29 @@ def test_every_device_has_every_new_row(inputs, shape):
     assert np.count_nonzero(alone == 7.0) == 3 * WIDTH
     for shard in split.addressable_shards:
         np.testing.assert_array_equal(shard.data, alone)
+
+
+@pytest.mark.parametrize("shape", MESHES)
+def test_no_kernel_is_left_to_the_partitioner_which_can_split_none(inputs, shape, monkeypatch):
+    """Not even where no axis divides: one lane of prompt tokens, and an odd number of heads."""
+    inside = []
+
+    def noted(*arguments, kernel=attention.attend, **more):
+        inside.append(set(jax.sharding.get_abstract_mesh().manual_axes))
+        return kernel(*arguments, **more)
+
+    odd = inputs | {
+        "q": inputs["q"][:1, :, :3],
+        "sink": inputs["sink"][:3],
+        "local": inputs["local"][:1],
+        "first": inputs["first"][:1],
+        "rows": BlockRows(inputs["rows"].pool, inputs["rows"].table[:1]),
+        "visible": inputs["visible"][:1],
+        "active": Active.of(jnp.asarray([True])),
+    }
+    alone = attend(attention.attend, odd)
+    monkeypatch.setattr(attention, "attend", noted)
+    with jax.set_mesh(mesh_of(shape)):
+        split = attend(per_device.attend, odd)
+    assert inside == [{"data", "model"}]
+    np.testing.assert_allclose(split, alone, rtol=1e-6, atol=1e-6)
