@@ -56,6 +56,18 @@ def read_picked(
     return jnp.where(valid[..., None], packing.decode(stored, format), 0.0)
 
 
+def in_hbm(pool: jax.Array) -> jax.Array:
+    """For TPU kernels that copy from a pool by hand: it stays in HBM. XLA would bring one that fits
+    into fast memory there whole, at every call. Outside of a trace there is no XLA to tell.
+    """
+    if interpret_params() or not isinstance(pool, jax.core.Tracer):
+        return pool
+    from jax.experimental.pallas import tpu as pltpu
+
+    held: jax.Array = pltpu.with_memory_space_constraint(pool, pltpu.HBM)
+    return held
+
+
 def refuse_copied(pool: Shaped[Array, "blocks rows stored"]) -> None:
     """For TPU kernels: where a row of bytes does not fill the lanes, XLA lays a pool out with its
     blocks along them, and every call of a kernel would copy all of it first.

@@ -33,7 +33,7 @@ from pallas_kernels.attention.tpu_plan import (
     scalars,
     window_group,
 )
-from pallas_kernels.blocks import BlockRows, key_block_rows, refuse_copied
+from pallas_kernels.blocks import BlockRows, in_hbm, key_block_rows, refuse_copied
 from pallas_kernels.interpreting import interpret_params
 from pallas_kernels.packing.layout import Format, RowLayout
 from pallas_kernels.packing.tpu_rows import UNIT, refusal
@@ -236,7 +236,7 @@ def _call(
         ),
         interpret=interpret_params(),
         name="attend",
-    )(*lists, q, local, jnp.broadcast_to(sink[:, None], (heads, LANES)), pool)
+    )(*lists, q, local, jnp.broadcast_to(sink[:, None], (heads, LANES)), in_hbm(pool))
 
 
 def _no_rows(n: int, width: int, dtype: Any) -> BlockRows:

@@ -25,15 +25,14 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.attention import tpu_packed
 from pallas_kernels.attention.tpu_plan import (
     LANES,
+    STEP,
     Plan,
     Scalars,
     first_block,
 )
 
-_UNROLLED = 64
+_UNROLLED = 128
 """Most copies of an item that are written out one by one, to run beside the vector work."""
-_STEP = 8
-"""Copies started at once where there are more."""
 _CLEARED = 64
 """Rows zeroed at once."""
 _LOWEST = float(np.finfo(np.float32).min)
@@ -328,19 +327,21 @@ def _start(item: Any, scalars: Scalars, refs: Refs, plan: Plan) -> None:
     def some(first: Any, most: int) -> None:
         """Starts up to ``most`` copies, as far as the item has blocks."""
         for j in range(most):
+            # Read whether there is such a block or not (the table goes on past its end): under a
+            # condition a read takes three more scalar instructions.
+            at = begin + first + j
+            block = scalars.table[at] if plan.rows.tabled else at
 
             @pl.when(first + j < many)
-            def _(j: int = j) -> None:
-                at = begin + first + j
-                block = scalars.table[at] if plan.rows.tabled else at
+            def _(j: int = j, block: Any = block) -> None:
                 to = refs.keys.at[slot, pl.ds((first + j) * groups, groups)]
                 pltpu.make_async_copy(refs.pool.at[block], to, refs.arrived.at[slot]).start()
 
     if plan.rows.copies <= _UNROLLED:
         some(0, plan.rows.copies)
     else:
-        steps = lax.div(many + _STEP - 1, jnp.int32(_STEP))
-        lax.fori_loop(0, steps, lambda i, _: some(i * _STEP, _STEP), None)
+        steps = lax.div(many + STEP - 1, jnp.int32(STEP))
+        lax.fori_loop(0, steps, lambda i, _: some(i * STEP, STEP), None)
 
 
 def _wait(item: Any, scalars: Scalars, refs: Refs, plan: Plan) -> None:

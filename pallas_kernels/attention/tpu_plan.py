@@ -21,6 +21,8 @@ from pallas_kernels.sequences import Active
 LANES = 128
 """Width of a vector register."""
 SUBLANES = 8
+STEP = 8
+"""Copies started at once where an item has too many to write them all out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,11 @@ class KeyBlocks:
     def copies(self) -> int:
         """Most cache blocks of an item."""
         return self.item // self.per_block
+
+    @property
+    def spare(self) -> int:
+        """Entries behind the block table that may be read, and are not used."""
+        return cdiv(self.copies, STEP) * STEP if self.tabled else 0
 
     @property
     def most_items(self) -> int:
@@ -127,7 +134,7 @@ class Scalars(NamedTuple):
     visible: Any
     """``[n * t]``: compressed rows that each query sees."""
     table: Any
-    """``[n * blocks]``, in range; ``[1]`` without a table."""
+    """``[n * blocks + spare]``, in range; ``[1]`` without a table."""
     length: Any
     """``[tasks]``: rows that a task reads, what its last query sees."""
     offset: Any
@@ -171,7 +178,7 @@ def scalars(
         active.count.reshape(1),
         first,
         visible.reshape(-1),
-        jnp.clip(table.reshape(-1), 0, pool_blocks - 1),
+        jnp.pad(jnp.clip(table.reshape(-1), 0, pool_blocks - 1), (0, rows.spare)),
         length,
         offset,
         jnp.where(there, owner.reshape(-1)[task] * rows.blocks + start, 0),
@@ -183,7 +190,8 @@ def scalar_bytes(plan: Plan, n: int, table_entries: int) -> int:
     """Bytes of ``scalars``."""
     tasks = n * plan.tasks
     items = tasks * plan.rows.most_items + plan.ahead
-    return 4 * (2 * n + 1 + n * plan.t + table_entries + 2 * tasks + 1 + 2 * items)
+    table = table_entries + plan.rows.spare
+    return 4 * (2 * n + 1 + n * plan.t + table + 2 * tasks + 1 + 2 * items)
 
 
 def window_group(packed: RowLayout | None) -> int:

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.blocks import BlockRows, refuse_copied
+from pallas_kernels.blocks import BlockRows, in_hbm, refuse_copied
 from pallas_kernels.index_scores import tpu_topk
 from pallas_kernels.index_scores.tpu_packed import Packed, refusal
 from pallas_kernels.index_scores.tpu_scores import (
@@ -165,7 +165,7 @@ def pick_rows(
         ),
         interpret=interpret_params(),
         name="pick_rows",
-    )(*scalars, split, wide[:, :, None], table, rows.pool)
+    )(*scalars, split, wide[:, :, None], table, in_hbm(rows.pool))
     return out[:, :, 0, :topk]
 
 

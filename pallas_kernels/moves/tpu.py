@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int, Shaped
 
-from pallas_kernels.blocks import refuse_copied
+from pallas_kernels.blocks import in_hbm, refuse_copied
 from pallas_kernels.interpreting import interpret_params
 
 Ref = Any
@@ -37,7 +37,7 @@ def gather_blocks(
         grid_spec=_grid_spec(arrays=1),
         interpret=interpret_params(),
         name="gather_blocks",
-    )(inside, pool)
+    )(inside, in_hbm(pool))
 
 
 def scatter_blocks(
@@ -60,11 +60,11 @@ def scatter_blocks(
         input_output_aliases={2: 0},  # operands are places, blocks, pool
         interpret=interpret_params(),
         name="scatter_blocks",
-    )(places.astype(jnp.int32), blocks, pool)
+    )(places.astype(jnp.int32), in_hbm(blocks), in_hbm(pool))
 
 
 def _grid_spec(arrays: int) -> pltpu.PrefetchScalarGridSpec:
-    somewhere = pl.BlockSpec(memory_space=pl.ANY)
+    somewhere = pl.BlockSpec(memory_space=pltpu.HBM)
     return pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
         grid=(),

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Int, Shaped
 
-from pallas_kernels.blocks import refuse_copied
+from pallas_kernels.blocks import in_hbm, refuse_copied
 from pallas_kernels.interpreting import interpret_params
 
 Ref = Any
@@ -119,9 +119,6 @@ def _call(pool: Shaped[Array, "places 1 unit stored"], units: Units) -> jax.Arra
     together = min(count, _TOGETHER)
     spare = -count % together
     place, bits = (jnp.pad(x, (0, spare)) for x in units[:2])
-    if not interpret_params():
-        # XLA would bring a small pool to vector memory and back, all of it, to write a few rows.
-        pool = pltpu.with_memory_space_constraint(pool, pltpu.HBM)
     return pl.pallas_call(
         functools.partial(_kernel, together=together),
         out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
@@ -142,7 +139,7 @@ def _call(pool: Shaped[Array, "places 1 unit stored"], units: Units) -> jax.Arra
         input_output_aliases={3: 0},  # operands are place, bits, rows, pool
         interpret=interpret_params(),
         name="write_rows",
-    )(place, bits, units.rows, pool)
+    )(place, bits, units.rows, in_hbm(pool))
 
 
 def _kernel(

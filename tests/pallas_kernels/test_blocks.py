@@ -7,8 +7,9 @@ import pytest
 from pools import pooled
 
 from pallas_kernels.attention import tpu as attention
-from pallas_kernels.blocks import BlockRows, key_block_rows, read_key_block, read_picked
+from pallas_kernels.blocks import BlockRows, in_hbm, key_block_rows, read_key_block, read_picked
 from pallas_kernels.index_scores import tpu as index_scores
+from pallas_kernels.interpreting import interpreted
 from pallas_kernels.moves import tpu as moves
 from pallas_kernels.packing.layout import RowLayout
 from pallas_kernels.sequences import Active
@@ -81,3 +82,11 @@ def test_a_pool_that_every_call_would_copy_is_refused_on_a_tpu(operation):
     with pytest.raises(NotImplementedError, match="would be copied whole: pad its rows to"):
         jax.eval_shape(lambda: call(None))
     jax.eval_shape(lambda: call(640 if operation == "attention" else 128))
+
+
+def test_pools_stay_in_hbm_where_a_kernel_is_traced_to_be_compiled():
+    pool = jnp.zeros((2, 8, 128))
+    assert in_hbm(pool) is pool
+    assert "memory_space=hbm" in str(jax.make_jaxpr(lambda x: in_hbm(x))(pool))
+    with interpreted(True):
+        assert not jax.make_jaxpr(lambda x: in_hbm(x))(pool).eqns

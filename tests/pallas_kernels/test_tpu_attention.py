@@ -208,7 +208,7 @@ def test_blocks_larger_than_a_key_block_match_float64():
 
 def test_many_small_blocks_are_copied_in_steps():
     keys = 2 * (tpu_kernel._UNROLLED // 2 + 2)
-    Batch((3 * keys + 1, 0, 2)).check("bfloat16", per=2, keys=keys, columns=120, blocks=200)
+    Batch((3 * keys + 1, 0, 2)).check("bfloat16", per=2, keys=keys, columns=200, blocks=300)
 
 
 @pytest.mark.parametrize("sink", [-1e4, 1e4])

@@ -69,4 +69,7 @@ def test_items_cover_each_task_in_turn(paired, tabled, t, queries, seed):
     assert not np.asarray(got.many)[len(items) :].any()
     assert got.many.shape[0] >= len(items) + it.ahead
     assert 0 <= int(got.table.min()) <= int(got.table.max()) < 7
-    assert tpu_plan.scalar_bytes(it, n, got.table.size) == sum(x.nbytes for x in got)
+    assert got.table.shape == (n * 9 + it.rows.spare,)
+    read = [begin + it.rows.copies for begin in got.begin.tolist()]  # whether copied or not
+    assert not tabled or max(read) <= got.table.size
+    assert tpu_plan.scalar_bytes(it, n, n * 9) == sum(x.nbytes for x in got)
