@@ -76,11 +76,17 @@ def test_a_pool_that_is_written_in_place_or_handed_to_a_sparse_core_is_not():
 )
 @pytest.mark.parametrize("target", ["v6e", "tpu7x"])
 @pytest.mark.parametrize(
-    ("rows", "step"),
-    [("bfloat16_words", "decode"), ("release_lanes", "decode"), ("release_lanes", "tile")],
+    ("rows", "step", "blocks"),
+    [
+        ("bfloat16_words", "decode", 4097),
+        ("bfloat16_words", "decode", 64),
+        ("release_lanes", "decode", 2049),
+        ("release_lanes", "decode", 16),
+        ("release_lanes", "tile", 2049),
+    ],
 )
-def test_no_instruction_of_a_step_copies_a_pool(target, rows, step):
-    """Pools are larger than vector memory: XLA brings smaller ones there as a whole."""
+def test_no_instruction_of_a_step_copies_a_pool(target, rows, step, blocks):
+    """With few blocks pools fit into vector memory, where XLA would bring them as a whole."""
     words = rows == "bfloat16_words"
     case = aot_steps.StepCase(
         step=step,
@@ -88,7 +94,7 @@ def test_no_instruction_of_a_step_copies_a_pool(target, rows, step):
         layers=3,
         cache_format=rows,
         cells_per_block=1 if words else 4,
-        context=4097 * 128 if words else 2049 * 512,
+        context=blocks * (128 if words else 512),
         tile=512,
     )
     request = {"kind": "step", "sharded": False, **dataclasses.asdict(case)}
