@@ -1,4 +1,4 @@
-"""What ``compile_for.py`` prints: tables for a terminal, and those of ``docs/benchmarks.md``."""
+"""What ``compile_for.py`` prints of what it has compiled."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -110,20 +110,3 @@ def step_row(result: dict[str, Any]) -> list[str]:
         f"{memory['limit'] / GIB:.2f}",
         room,
     ]
-
-
-def markdown(results: Sequence[dict[str, Any]]) -> str:
-    """Both tables and the note, for the docs."""
-    kernels = [row for x in results if x["kind"] == "kernel" for row in kernel_rows(x)]
-    steps = [step_row(x) for x in results if x["kind"] == "step"]
-    parts = []
-    if kernels:
-        parts += [_table(KERNEL_COLUMNS, kernels), NOTE]
-    if steps:
-        parts.append(_table(STEP_COLUMNS, steps))
-    return "\n\n".join(parts)
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in x) + " |" for x in lines)

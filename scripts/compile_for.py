@@ -20,6 +20,7 @@ from typing import Any
 import aot_models
 import aot_process
 import aot_report
+import aot_tables
 import command_line
 from aot_steps import StepCase
 from rich.console import Console
@@ -72,7 +73,7 @@ def main() -> int:
     if args.command == "tune":
         return _tune(args)
     if args.command == "table":
-        print(aot_report.markdown(_read(args.file)["results"]))
+        print(aot_tables.markdown(_read(args.file)["results"]))
         return 0
     results: list[dict[str, Any]] = []
     for target, cases in _requests(args):

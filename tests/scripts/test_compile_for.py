@@ -19,6 +19,7 @@ import aot_models
 import aot_process
 import aot_report
 import aot_steps
+import aot_tables
 import aot_tpu
 import aot_worker
 import compile_for
@@ -178,17 +179,25 @@ def test_reports_say_what_compiles_and_what_does_not():
     ]
     (bad,) = aot_report.kernel_rows(kernel_result(ok=False, error="a | b"))
     assert bad[2] == "no: a | b"
-    text = aot_report.markdown([kernel_result(), kernel_result(ok=False, error="a | b")])
-    assert "| no: a / b |" in text
-    assert aot_report.NOTE in text
 
 
 def test_the_table_is_made_from_the_results(tmp_path, monkeypatch, capsys):
     file = tmp_path / "aot.json"
-    file.write_text(json.dumps({"results": [kernel_result()]}))
+    refused = kernel_result(ok=False, error="blocks of 1 row", target="tpu7x")
+    program = {"name": "k", "registers": 214, "spill_bytes": 16}
+    gpu = kernel_result(target="h100", implementation="gpu", programs=[program])
+    file.write_text(json.dumps({"results": [kernel_result(), refused, gpu]}))
     code, out, _ = call(monkeypatch, capsys, "table", file)
     assert code == 0
-    assert "| case (tpu) | v6e |" in out
+    assert "| case | 100, 2, MXU, 0.75 | refused |" in out
+    assert "| case | 214, 16 |" in out
+
+
+def test_the_documents_tables_are_those_of_the_results():
+    results = json.loads((REPOSITORY / "docs/benchmarks/aot.json").read_text())["results"]
+    text = (REPOSITORY / "docs/benchmarks.md").read_text()
+    for table in aot_tables.markdown(results).split("\n\n"):
+        assert table in text
 
 
 @pytest.mark.parametrize("signal", [True, False])
