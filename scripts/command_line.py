@@ -1,6 +1,7 @@
 """What the scripts share: one-line errors, the compilation cache, tables."""
 
 import json
+import logging
 import os
 import pathlib
 import sys
@@ -13,6 +14,7 @@ from rich.table import Table
 
 from hybridkv.errors import UserError
 
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 DEFAULT_CHECKPOINT = pathlib.Path(__file__).parent.parent / "data" / "shakespeare"
 
 
@@ -47,6 +49,18 @@ def use_compilation_cache() -> None:
     base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
     jax.config.update("jax_compilation_cache_dir", str(base / "hybridkv" / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def log_to_stderr() -> None:
+    """Log lines with their time, level and logger.
+
+    Orbax logs while it is imported, and absl gives the root logger a handler then: ``basicConfig``
+    does nothing after that.
+    """
+    logging.basicConfig()
+    for handler in logging.getLogger().handlers:
+        if type(handler) is logging.StreamHandler:
+            handler.setFormatter(logging.Formatter(LOG_FORMAT))
 
 
 def print_table(

@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import dataclasses
 import gc
-import logging
 import pathlib
 import socket
 import sys
@@ -251,7 +250,7 @@ def main() -> int:
     args = parse(sys.argv[1:])
     check_arguments(args)
     keys = Keys.read(args.api_keys)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    command_line.log_to_stderr()
     command_line.use_compilation_cache()
     runtime, text = decode_models.load(args)
     assert text is not None  # only token ids go without

@@ -48,7 +48,7 @@ def test_b005_rows_come_back_from_every_tier_with_their_index_rows(bench, tmp_pa
     cold, runner = bench.cold(ids, after), bench.runner
     with with_tiers(runner, tmp_path / "s") as mover:
         bench.run(ids, after, namespace, policy=DENSE)
-        assert mover.flush(timeout_s=60)
+        assert mover.flush(timeout_s=300)
         tier = Tier.HOST if how == "host" else Tier.DISK
         if how != "restart":
             place(runner, np.concatenate(stored(runner, ids, namespace)), tier)

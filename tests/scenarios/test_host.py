@@ -54,7 +54,7 @@ def test_b026_everything_comes_back_from_the_host_with_its_bits(bench, tmp_path,
     cold, runner = bench.cold(ids, after), bench.runner
     with with_tiers(runner, tmp_path / "s") as mover:
         bench.run(ids, after, namespace, policy=DENSE)
-        assert mover.flush(timeout_s=60)
+        assert mover.flush(timeout_s=300)
         blocks, snapshots = stored(runner, ids, namespace)
         for times in (1, 2):
             place(runner, np.concatenate([blocks, snapshots]), Tier.HOST)
@@ -106,7 +106,7 @@ def test_b104_what_is_stored_before_it_is_computed_has_its_final_bytes(bench, tm
             runner.publish(sequence)
             mover.turn()
         runner.finish(sequence)
-        assert mover.flush(timeout_s=60)
+        assert mover.flush(timeout_s=300)
         for tier in (Tier.HOST, Tier.DISK):
             entries = np.concatenate(stored(runner, ids, namespace))
             place(runner, entries, tier)

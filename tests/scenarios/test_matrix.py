@@ -63,7 +63,7 @@ class Case:
         """The prompt's beginning, on all tiers; its blocks, and the snapshot at its end."""
         ids = np.concatenate([self.prompt[:END], (self.prompt[END : END + 3] + 1) % 8])
         self.bench.run(ids, ids[:0], namespace, policy=DEFAULT)
-        assert self.mover.flush(timeout_s=60)
+        assert self.mover.flush(timeout_s=300)
         blocks, snapshots = stored(self.runner, ids, namespace)
         assert (len(blocks), len(snapshots)) == (8, 1)
         return blocks, int(snapshots[0])
@@ -105,7 +105,7 @@ def own_store(case, tmp_path):
 @pytest.fixture(autouse=True)
 def _at_rest(case):
     yield
-    case.mover.flush(timeout_s=60)  # False after a write that failed
+    case.mover.flush(timeout_s=300)  # False after a write that failed
     assert not case.mover.busy
     assert_tiers_at_rest(case.runner)
 

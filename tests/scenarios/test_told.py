@@ -87,7 +87,7 @@ def test_b221_what_came_from_a_tier_is_counted_there_and_nowhere_else(lab, tmp_p
         runner = lab.engine.runner
         lab.finish(lab.submit(LONG, 2, policy=DENSE))
         lab.engine.drain()
-        assert mover.flush(timeout_s=30)  # the host and the disk have everything too
+        assert mover.flush(timeout_s=300)  # the host and the disk have everything too
         runner.allocator.evict(snapshots=4, tier=Tier.DEVICE)
         runner.allocator.evict(blocks=3, tier=Tier.DEVICE)
         handle = lab.submit(joined(LONG, ids_of(40, seed=2)), 2)
@@ -122,7 +122,7 @@ def test_b225_every_tier_tells_a_router_what_comes_and_what_goes(lab, tmp_path):
         assert told() == [0, 0, 0]
         lab.finish(lab.submit(LONG, 2))
         lab.engine.drain()
-        assert mover.flush(timeout_s=30)
+        assert mover.flush(timeout_s=300)
         assert told() == [8, 8, 8]
         give_up(lab.engine.runner.allocator, Tier.DEVICE)
         assert told() == [0, 8, 8]

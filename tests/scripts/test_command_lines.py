@@ -1,7 +1,9 @@
 """The command lines: what works prints its result, bad input one line and exit status 2."""
 
 import json
+import logging
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from places import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
+import command_line
 import decode
 import verify
 
@@ -277,3 +280,12 @@ def test_decode_refuses_options_that_mean_nothing(monkeypatch, capsys, arguments
     assert (code, out) == (2, "")
     assert words in err
     assert err.count("\n") == 1
+
+
+def test_log_lines_have_a_time_though_a_library_has_set_up_logging_before(monkeypatch, capsys):
+    before = [logging.StreamHandler(sys.stderr)]
+    monkeypatch.setattr(logging.getLogger(), "handlers", before)
+    command_line.log_to_stderr()
+    logging.getLogger("somewhere").warning("hello")
+    told = capsys.readouterr().err
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d [\d:,]+ WARNING somewhere: hello\n", told)

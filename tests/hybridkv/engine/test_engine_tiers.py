@@ -26,7 +26,7 @@ def put(lab, mover, tier):
     """Computes the prompt and leaves it on one tier."""
     lab.finish(lab.submit(IDS, NEW, policy=DENSE))
     lab.engine.drain()
-    assert mover.flush(timeout_s=30)
+    assert mover.flush(timeout_s=300)
     give_up(lab.engine.runner.allocator, *(faster for faster in Tier if faster < tier))
     counters = lab.engine.counters
     counters.restores = counters.reused_tokens = 0
@@ -158,7 +158,7 @@ def test_one_that_is_cancelled_gives_its_room_back_at_once(lab, tmp_path, tier):
         assert not mover._loads
         gate.free()
         assert handle.output.finish is Finish.CANCELLED
-        assert mover.flush(timeout_s=30)
+        assert mover.flush(timeout_s=300)
 
 
 def test_two_requests_for_one_prefix_read_it_once(lab, tmp_path):

@@ -70,7 +70,7 @@ def test_what_other_tiers_hold_gives_the_bits_of_a_cold_run(lab, tmp_path, tier)
     with lab_with_tiers(lab, tmp_path) as mover:
         lab.finish(lab.submit(IDS, NEW, policy=DENSE))
         lab.engine.drain()
-        assert mover.flush(timeout_s=60)
+        assert mover.flush(timeout_s=300)
         give_up(lab.engine.runner.allocator, *(faster for faster in Tier if faster < tier))
         handle = lab.submit(IDS, NEW)
         lab.finish(handle)

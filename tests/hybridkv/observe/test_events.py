@@ -154,7 +154,7 @@ def test_the_stream_replayed_is_exactly_the_directory(lab, tmp_path):
                 assert index.content() == truth(runner)
 
             busy(lab, 10, same)
-            assert mover.flush(timeout_s=30)
+            assert mover.flush(timeout_s=300)
             same(0)
             assert {"device", "host", "disk"} == {
                 t for ts, _ in index.content().values() for t in ts
@@ -163,7 +163,7 @@ def test_the_stream_replayed_is_exactly_the_directory(lab, tmp_path):
             same(0)
             assert all("device" not in tiers for tiers, _ in index.content().values())
             busy(lab, 3, same)
-            mover.flush(timeout_s=30)
+            assert mover.flush(timeout_s=300)
             before = truth(runner)
             lab.engine.reset()  # the store has its prefixes, and publishes them again
             same(0)
@@ -175,7 +175,7 @@ def test_a_store_that_is_there_already_is_told_with_its_tokens(lab, tmp_path):
     with lab_with_tiers(lab, tmp_path) as mover:
         lab.finish(lab.submit(LONG, 2, policy=DENSE))
         lab.engine.drain()
-        assert mover.flush(timeout_s=30)
+        assert mover.flush(timeout_s=300)
         lab.engine.reset()
         with publishing(lab.engine) as events, subscriber(events, "router") as reader:
             index = PrefixIndex()
@@ -230,7 +230,7 @@ def test_a_router_learns_every_copy_of_a_block_with_its_tokens(lab, tmp_path):
         subscriber(events, "router") as reader,
     ):
         lab.finish(lab.submit(LONG, 2, policy=DENSE))
-        assert mover.flush(timeout_s=30)
+        assert mover.flush(timeout_s=300)
         give_up(lab.engine.runner.allocator, Tier.DEVICE)
         events.flush()
         lab.finish(lab.submit(LONG, 2, policy=DENSE))

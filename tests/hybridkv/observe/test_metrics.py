@@ -78,7 +78,7 @@ def mixed(lab, mover):
     lab.finish(*handles)
     for gone, seed in ((Tier.DEVICE, 6), (Tier.HOST, 7)):
         lab.engine.drain()
-        assert mover.flush(timeout_s=30)
+        assert mover.flush(timeout_s=300)
         give_up(lab.engine.runner.allocator, *(tier for tier in Tier if tier <= gone))
         handles.append(lab.submit(np.concatenate([LONG, ids_of(20, seed=seed)]), 2))
         lab.finish(*handles)
