@@ -60,7 +60,7 @@ def open_gguf(path: str | pathlib.Path) -> GGUFFile:
     try:
         import gguf
     except ImportError as error:
-        raise UserError(f"{path} needs the gguf package: pip install 'hybridkv[gguf]'") from error
+        raise UserError(f"{path} needs the gguf package: pip install -e '.[gguf]'") from error
     if not path.is_file():
         raise WeightsError(f"no file {path}: pass a GGUF file")
     try:

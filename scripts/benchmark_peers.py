@@ -25,7 +25,7 @@ class Peer(PeerProcess):
             python,
             PEERS[name],
             {"folder": folder, "threads": threads, **start},
-            "install the peers extra (pip install 'hybridkv[peers]') or name a Python that has it "
+            "install the peers extra (pip install -e '.[peers]') or name a Python that has it "
             "with --peer-python",
         )
 

@@ -1,11 +1,12 @@
 """What the scripts share: one-line errors, the compilation cache, tables."""
 
+import argparse
 import json
 import logging
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -37,6 +38,19 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     raise SystemExit(status)
+
+
+def check_least(args: argparse.Namespace, least: Mapping[str, int]) -> None:
+    """Refuses sizes below their least; one that is None was not given.
+
+    Raises:
+      UserError: names the option.
+    """
+    for name, bound in least.items():
+        given = getattr(args, name)
+        if given is not None and given < bound:
+            option = name.replace("_", "-")
+            raise UserError(f"--{option} must be at least {bound}, got {given}")
 
 
 def use_compilation_cache() -> None:

@@ -94,13 +94,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         )
     if args.ask and args.file is None:
         raise UserError("--ask asks about a document: name it with --file")
-    for name in ("context", "samples", *(["slots"] if args.slots is not None else [])):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name} must be at least 1, got {getattr(args, name)}")
-    for name in ("snapshots", "host_tokens", "store_tokens"):
-        if getattr(args, name) < 0:
-            option = name.replace("_", "-")
-            raise UserError(f"--{option} must be at least 0, got {getattr(args, name)}")
+    own = {"samples": 1, "slots": 1, "host_tokens": 0}
+    command_line.check_least(args, decode_models.LEAST | own)
 
 
 class Session:

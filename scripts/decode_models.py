@@ -18,6 +18,8 @@ from models.llama.checkpoint import load_model as load_llama
 from models.llama.runtime import LlamaRuntime
 from models.text import Text, load_text
 
+LEAST = {"context": 1, "tile": 1, "snapshots": 0, "store_tokens": 0}
+"""Of the sizes that ``add_arguments`` adds."""
 PLAIN = {x.name: x for x in (formats.FLOAT32, formats.BFLOAT16)}
 MODELS = ("shakespeare", "smollm2")
 SCHEMES = ("hybrid", "generic", "off")

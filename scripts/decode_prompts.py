@@ -39,11 +39,11 @@ def parse_ids(text: str) -> np.ndarray:
     """Comma-separated token ids.
 
     Raises:
-      UserError: they are no integers.
+      UserError: they are no integers of 64 bits.
     """
     try:
         return np.asarray([int(x) for x in text.split(",") if x.strip()], np.int64)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise UserError(f"--token-ids takes integers, as in 5,17,3: {error}") from error
 
 
@@ -59,12 +59,27 @@ def single(args: argparse.Namespace, text: Text | None) -> Prompt:
     if args.file is not None:
         content = read_text(args.file)
     else:
-        content = sys.stdin.read() if args.prompt == "-" else args.prompt
+        content = _standard_input() if args.prompt == "-" else args.prompt
     return Prompt(ids=encode(text, content, chat=args.chat), title=shorten(content))
 
 
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise UserError(f"cannot read standard input: {error}") from error
+
+
 def encode(text: Text, content: str, *, chat: bool) -> np.ndarray:
-    """A prompt's ids: as a user's message where the model chats."""
+    """A prompt's ids: as a user's message where the model chats.
+
+    Raises:
+      UserError: it has half of a surrogate pair, as bytes become that are no text.
+    """
+    try:
+        content.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"the prompt {shorten(content)!r} is not text: {error}") from error
     if chat:
         return text.encode_chat([{"role": "user", "content": content}])
     return text.encode(content)
@@ -99,13 +114,13 @@ def several(path: pathlib.Path, text: Text, *, chat: bool) -> list[Prompt]:
 def _fields(path: pathlib.Path, number: int, line: str) -> dict[str, Any]:
     try:
         fields = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}, line {number}: not JSON: {error}") from error
     if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str):
         raise UserError(f'{path}, line {number}: write {{"prompt": "text"}}')
     new = fields.get("max_new_tokens")
-    if new is not None and not isinstance(new, int):
-        raise UserError(f"{path}, line {number}: max_new_tokens is {new!r}, not an integer")
+    if new is not None and (type(new) is not int or new < 1):
+        raise UserError(f"{path}, line {number}: max_new_tokens is {new!r}: give 1 or more")
     return fields
 
 
@@ -128,7 +143,7 @@ def turns(path: pathlib.Path) -> list[str]:
     if path.suffix == ".json":
         try:
             said = json.loads(content)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{path} is not JSON: {error}") from error
     if not isinstance(said, list) or not said or not all(isinstance(x, str) for x in said):
         raise UserError(f"{path} holds no conversation: write what the user says, a turn a line")

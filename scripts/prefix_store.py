@@ -192,6 +192,7 @@ def prune_(args: argparse.Namespace) -> int:
 
 def prewarm(args: argparse.Namespace) -> int:
     """Computes every prompt of a file that is not stored yet, and stores it."""
+    command_line.check_least(args, decode_models.LEAST)
     command_line.use_compilation_cache()
     args.scheme, args.token_ids = "hybrid", None
     runtime, text = decode_models.load(args)

@@ -26,7 +26,7 @@ from hybridkv.errors import UserError
 from hybridkv.replay import record
 from hybridkv.replay.advice import advise
 from hybridkv.replay.catalog import HardwareData, ModelData, known, load_hardware, load_model
-from hybridkv.replay.html import write_report
+from hybridkv.replay.html import require_plotly, write_report
 from hybridkv.replay.policies import NAMED, parse_policy
 from hybridkv.replay.pools import Budget, Limit
 from hybridkv.replay.queueing import QueueOptions
@@ -204,6 +204,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--requests is {args.requests}: give at least 1")
     if not args.margin >= 0:
         raise UserError(f"--margin is {args.margin}: give 0 or more")
+    if args.html:
+        require_plotly()
     model, hardware, chosen = load_model(args.model), load_hardware(args.hardware), options_of(args)
     trace = read_trace(args.trace)
     replay_tables.print_skipped(trace.name, trace.skipped)

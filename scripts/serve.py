@@ -44,7 +44,7 @@ try:
 except ImportError as missing:
     if missing.name not in ("fastapi", "pydantic", "starlette", "uvicorn"):
         raise
-    command_line.fail(f"{missing.name} is missing: pip install 'hybridkv[serve]'")
+    command_line.fail(f"{missing.name} is missing: pip install -e '.[serve]'")
 
 T = TypeVar("T")
 AFTER_GRACE_S = 5.0

@@ -10,7 +10,9 @@ Only engines of ``cold_sizes`` serve beside reuse, so that what they serve repor
 import dataclasses
 import json
 import pathlib
+import typing
 from collections.abc import Callable, Mapping
+from types import NoneType
 from typing import Any
 
 from hybridkv.engine.engine import Engine
@@ -52,7 +54,7 @@ def read_choices(path: pathlib.Path | None) -> RolloutChoices:
     if path is None:
         return RolloutChoices()
     try:
-        read = json.loads(path.read_text(encoding="utf-8"))
+        read = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read the options of the rollout in {path}: {error}") from error
     try:
@@ -68,7 +70,7 @@ def _choices(read: Any) -> RolloutChoices:
         misses = _object("misses", thresholds["misses"], [cause.value for cause in Cause])
         thresholds["misses"] = {Cause(name): _number(name, x) for name, x in misses.items()}
     under_way, to = given.get("under_way", "unseen"), given.get("to", "off")
-    if under_way not in UNDER_WAY:
+    if not isinstance(under_way, str) or under_way not in UNDER_WAY:
         raise UserError(f"under_way is {under_way!r}: give one of {', '.join(UNDER_WAY)}")
     if to not in ("off", "shadow"):
         raise UserError(f"to is {to!r}: rollbacks go to off or shadow")
@@ -91,6 +93,8 @@ def _fields(of: type, where: str, read: Any) -> dict[str, Any]:
     found = dict(_object(where, read, fields))
     for name, value in found.items():
         default = fields[name].default
+        if value is None and NoneType not in typing.get_args(fields[name].type):
+            raise UserError(f"{name} is null: give a value, or leave it out")
         if isinstance(default, (bool, str)) and type(value) is not type(default):
             raise UserError(f"{name} is {value!r}: give {'a text' if default == '' else 'a bool'}")
         if type(default) is int and type(value) is not int and value is not None:
@@ -98,6 +102,10 @@ def _fields(of: type, where: str, read: Any) -> dict[str, Any]:
         if type(default) is float and value is not None:
             _number(name, value)
     return found
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is not JSON")
 
 
 def _number(name: str, value: Any) -> float:

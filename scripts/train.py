@@ -1,8 +1,8 @@
 """Trains the small byte-level DeepSeek-V4 on Shakespeare's plays, exports it, evaluates it.
 
-scripts/train.py --run runs/shakespeare --minutes 75 --export data/shakespeare
-scripts/train.py --run runs/shakespeare --minutes 75 --resume --export data/shakespeare
-scripts/train.py --evaluate data/shakespeare --json docs/model_card.json
+python scripts/train.py --run runs/shakespeare --minutes 75 --export data/shakespeare
+python scripts/train.py --run runs/shakespeare --minutes 75 --resume --export data/shakespeare
+python scripts/train.py --evaluate data/shakespeare --json docs/model_card.json
 """
 
 import argparse

@@ -2,12 +2,14 @@
 
 import dataclasses
 import enum
+from collections.abc import Callable
+from types import NoneType
 from typing import Any
 
 import numpy as np
 
 from hybridkv.engine.generated import Publish
-from hybridkv.engine.sampling import SamplingOptions
+from hybridkv.engine.sampling import SamplingOptions, number, whole
 from hybridkv.errors import UserError
 from hybridkv.prefixes.plan import Miss, Plan
 from hybridkv.prefixes.policy import SnapshotPolicy
@@ -18,7 +20,7 @@ class Request:
     """One prompt and how to go on from it.
 
     Raises:
-      UserError: a value is out of its range.
+      UserError: a value is of another type, or out of its range.
     """
 
     prompt: Any
@@ -48,6 +50,9 @@ class Request:
     """What becomes of its generated tokens, instead of the engine's choice."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            raise UserError(f"stop is a tuple of strings: write stop=({self.stop!r},)")
+        self._check_types()
         if self.max_new_tokens < 1:
             raise UserError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if self.samples < 1:
@@ -56,10 +61,38 @@ class Request:
             raise UserError(f"logprobs must be at least 0, or None, got {self.logprobs}")
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise UserError(f"timeout_s must be above 0, or None, got {self.timeout_s}")
-        if isinstance(self.stop, str):
-            raise UserError(f"stop is a tuple of strings: write stop=({self.stop!r},)")
         if any(not text for text in self.stop):
             raise UserError("a stop string is empty: it would end every output at once")
+
+    def _check_types(self) -> None:
+        """A wrong type is told here: within a turn it would stop the other requests too."""
+        for name, known, wanted in _TYPES:
+            value = getattr(self, name)
+            if not known(value):
+                raise UserError(f"{name} must be {wanted}, got {value!r}")
+
+
+def _instance(*types: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, types)
+
+
+def _all_of(known: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, (tuple, list)) and all(map(known, value))
+
+
+_TYPES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("max_new_tokens", whole, "a whole number"),
+    ("samples", whole, "a whole number"),
+    ("priority", whole, "a whole number"),
+    ("logprobs", lambda value: value is None or whole(value), "a whole number, or None"),
+    ("timeout_s", lambda value: value is None or number(value), "a number, or None"),
+    ("stop", _all_of(_instance(str)), "a tuple of strings"),
+    ("stop_tokens", _all_of(whole), "a tuple of token ids"),
+    ("namespace", _instance(str), "a string"),
+    ("sampling", _instance(SamplingOptions), "SamplingOptions"),
+    ("policy", _instance(SnapshotPolicy, NoneType), "a SnapshotPolicy, or None"),
+    ("publish", _instance(Publish, NoneType), "a Publish, or None"),
+)
 
 
 class Finish(enum.Enum):

@@ -33,6 +33,16 @@ MOST_LOGPROBS = 20
 SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
+def whole(value: Any) -> bool:
+    """Whether it is an integer, and no bool."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def number(value: Any) -> bool:
+    """Whether it is a real number, and no bool."""
+    return whole(value) or isinstance(value, (float, np.floating))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
     """How one request chooses tokens.
@@ -41,7 +51,7 @@ class SamplingOptions:
     ``min_p``, each on what the one before left. The likeliest token always stays.
 
     Raises:
-      UserError: a value is out of its range.
+      UserError: a value is of another type, or out of its range.
     """
 
     temperature: float = 0.0
@@ -59,6 +69,11 @@ class SamplingOptions:
     """Together with the position it fixes the choice, whatever the neighbours do."""
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not (whole(value) if field.type is int else number(value)):
+                kind = "whole number" if field.type is int else "number"
+                raise UserError(f"{field.name} must be a {kind}, got {value!r}")
         if not 0.0 <= self.temperature < float("inf"):
             raise UserError(f"temperature must be at least 0, got {self.temperature}")
         if self.top_k < 0:

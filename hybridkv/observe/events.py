@@ -38,7 +38,7 @@ from hybridkv.prefixes.needs import replay_start, snapshot_kinds
 try:
     import msgspec
 except ImportError as error:
-    raise ImportError("events need msgspec and pyzmq: pip install 'hybridkv[observe]'") from error
+    raise ImportError("events need msgspec and pyzmq: pip install -e '.[observe]'") from error
 
 MEDIUMS = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.DISK: "DISK"}
 """The router's words for tiers; an accelerator's memory is ``GPU`` there, whatever it is. SGLang

@@ -24,7 +24,7 @@ try:
     import prometheus_client
     from prometheus_client import core, registry
 except ImportError as error:
-    raise ImportError("metrics need prometheus-client: pip install 'hybridkv[observe]'") from error
+    raise ImportError("metrics need prometheus-client: pip install -e '.[observe]'") from error
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 """Of ``exposition``."""

@@ -28,7 +28,7 @@ from hybridkv.observe.events import Resuming, Shape, entries_batch, router_batch
 try:
     import zmq
 except ImportError as error:
-    raise ImportError("events need msgspec and pyzmq: pip install 'hybridkv[observe]'") from error
+    raise ImportError("events need msgspec and pyzmq: pip install -e '.[observe]'") from error
 
 _LOG = logging.getLogger(__name__)
 END = (-1).to_bytes(8, "big", signed=True)

@@ -31,6 +31,7 @@ that another thread may look at its books in between.
 import collections
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 
@@ -74,6 +75,11 @@ class RolloutOptions:
     its last request has ended; until then it takes none. What a store on disk has stays."""
     refresh_s: float = 1.0
     """Seconds between two looks at the state file."""
+
+    def __post_init__(self) -> None:
+        # With NaN no look would ever be due, and a person's step back would not be seen.
+        if not (isinstance(self.refresh_s, (int, float)) and 0 <= self.refresh_s < math.inf):
+            raise UserError(f"refresh_s must be a number from 0 on, got {self.refresh_s!r}")
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

@@ -27,7 +27,7 @@ from hybridkv.observe.events import (
 try:
     import msgspec
 except ImportError as error:
-    raise ImportError("events need msgspec and pyzmq: pip install 'hybridkv[observe]'") from error
+    raise ImportError("events need msgspec and pyzmq: pip install -e '.[observe]'") from error
 
 _ENTRIES = msgspec.msgpack.Decoder(EntriesBatch)
 

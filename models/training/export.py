@@ -24,7 +24,7 @@ def check_targets(model: str | None, curve: str | None) -> None:
       ExportError: a folder cannot be written, or matplotlib is missing.
     """
     if curve is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ExportError("matplotlib is missing: pip install 'hybridkv[train]'")
+        raise ExportError("matplotlib is missing: pip install -e '.[train]'")
     folders = [pathlib.Path(model)] if model is not None else []
     folders += [pathlib.Path(curve).parent] if curve is not None else []
     for folder in folders:

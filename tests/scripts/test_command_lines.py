@@ -17,7 +17,11 @@ sys.path.insert(0, str(REPOSITORY / "scripts"))
 
 import command_line
 import decode
+import decode_prompts
 import verify
+
+from hybridkv.errors import UserError
+from models.text import ByteText
 
 
 @pytest.fixture
@@ -73,6 +77,8 @@ def test_decode_prints_ids_and_writes_statistics(tiny, tmp_path, monkeypatch, ca
         (["--token-ids", "1", "--top-p", "0"], "top_p"),
         (["--token-ids", "1", "--top-k", "-2"], "top_k"),
         (["--token-ids", "1", "--context", "0"], "--context"),
+        (["--token-ids", "1", "--tile", "-128"], "--tile must be at least 1"),
+        (["--token-ids", "9" * 20], "takes integers"),
         (["--token-ids", "1", "--tile", "7"], "multiple of the model's block"),
         (["text"], "tokenizer.json"),
         (["--token-ids", "1", "text"], "one prompt"),
@@ -88,6 +94,34 @@ def test_decode_refuses_a_bad_prompt_or_option(tiny, monkeypatch, capsys, argume
     assert words in err
     assert err.startswith("error: ")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"prompt": "a\\ud800"}', "is not text"),
+        ("[" * 100_000, "line 1: not JSON"),
+        ('{"prompt": "a", "max_new_tokens": 0}', "max_new_tokens is 0: give 1 or more"),
+        ('{"prompt": "a", "max_new_tokens": true}', "max_new_tokens is True: give 1 or more"),
+    ],
+    ids=["surrogate", "deep", "nothing", "bool"],
+)
+def test_a_line_of_prompts_that_cannot_be_meant_is_refused(tmp_path, line, words):
+    file = tmp_path / "lines.jsonl"
+    file.write_text(f"{line}\n")
+    with pytest.raises(UserError, match=words):
+        decode_prompts.several(file, ByteText(), chat=False)
+
+
+def test_standard_input_that_is_no_text_is_refused(monkeypatch, tmp_path):
+    file = tmp_path / "bytes"
+    file.write_bytes(b"a\xff")
+    args = decode.parse(["-"])
+    for errors in ("strict", "surrogateescape"):
+        with file.open(encoding="utf-8", errors=errors) as stdin:
+            monkeypatch.setattr(sys, "stdin", stdin)
+            with pytest.raises(UserError, match=r"is not text|cannot read standard input"):
+                decode_prompts.single(args, ByteText())
 
 
 def test_decode_refuses_left_padding_with_the_reason(edited, monkeypatch, capsys):

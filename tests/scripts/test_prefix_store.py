@@ -123,6 +123,7 @@ def test_prune_discards_what_is_damaged(call, path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["prewarm", "/nowhere/store", "--prompts", "x", "--context", "-500"], "--context must be"),
         (["list", "/nowhere/store"], "no store at"),
         (["inspect", "/nowhere/store", "0"], "no store at"),
         (["verify", "/nowhere/store"], "no store at"),

@@ -269,7 +269,12 @@ def test_the_options_are_those_of_the_file(tmp_path):
         ('{"under_way": "restart"}', "under_way is 'restart'"),
         ('{"to": "full"}', "off or shadow"),
         ('{"forget": 1}', "forget is 1: give a bool"),
-        ('{"thresholds": {"window": null}}', "'NoneType'"),
+        ('{"thresholds": {"window": null}}', "window is null"),
+        ('{"shadow": {"every": null}}', "every is null"),
+        ('{"refresh_s": null}', "refresh_s is null"),
+        ('{"refresh_s": -1}', "refresh_s must be a number from 0 on"),
+        ('{"refresh_s": NaN}', "NaN is not JSON"),
+        ('{"under_way": []}', "under_way is \\[\\]"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(tmp_path, text, says):
