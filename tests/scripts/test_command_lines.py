@@ -101,8 +101,8 @@ def test_decode_refuses_a_bad_prompt_or_option(tiny, monkeypatch, capsys, argume
     [
         ('{"prompt": "a\\ud800"}', "is not text"),
         ("[" * 100_000, "line 1: not JSON"),
-        ('{"prompt": "a", "max_new_tokens": 0}', "max_new_tokens is 0: give 1 or more"),
-        ('{"prompt": "a", "max_new_tokens": true}', "max_new_tokens is True: give 1 or more"),
+        ('{"prompt": "a", "max_new_tokens": 0}', "max_new_tokens is 0, not an integer"),
+        ('{"prompt": "a", "max_new_tokens": true}', "max_new_tokens is True, not an integer"),
     ],
     ids=["surrogate", "deep", "nothing", "bool"],
 )
