@@ -7,7 +7,9 @@ it does not support. Without a name the next implementation is then taken; a nam
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeVar
 
 import jax
@@ -19,6 +21,23 @@ REFERENCE = "reference"
 """The XLA implementation that every operation has."""
 _PREFERRED = {"tpu": ("tpu",), "gpu": ("gpu",)}
 """By the platform of the default backend, what is tried before the reference."""
+_CHOSEN: ContextVar[list[str] | None] = ContextVar("chosen", default=None)
+
+
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """Which implementation ran, as ``operation: name``, of each operation traced inside."""
+    chosen: list[str] = []
+    token = _CHOSEN.set(chosen)
+    try:
+        yield chosen
+    finally:
+        _CHOSEN.reset(token)
+
+
+def may_choose(name: str | None) -> bool:
+    """Whether the choice depends on the input: none is named, and the platform has kernels."""
+    return name is None and bool(_PREFERRED.get(jax.default_backend()))
 
 
 def first_supported(
@@ -46,7 +65,17 @@ def first_supported(
         if each not in candidates:
             continue
         try:
-            return candidates[each]()
+            result = candidates[each]()
         except NotImplementedError as reason:
             _LOG.info("%s: not by %s: %s", operation, each, reason)
+        else:
+            _note(operation, each)
+            return result
+    _note(operation, REFERENCE)
     return candidates[REFERENCE]()
+
+
+def _note(operation: str, name: str) -> None:
+    chosen = _CHOSEN.get()
+    if chosen is not None:
+        chosen.append(f"{operation}: {name}")

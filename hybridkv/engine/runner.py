@@ -79,7 +79,7 @@ class Runner:
         byte_alignment(geometry, capacity.blocks, jax.default_backend())
         self.model, self.options, self.sizes = model, options, sizes
         self.steps = Steps(model, options)
-        self.identity = identity or identify(model, options)
+        self.identity = identity or identify(model, options, sizes.capacity)
         self.plan_options = PlanOptions(
             tile=options.tile,
             snapshot_bytes=sum(snapshot_bytes(geometry).values()),

@@ -211,6 +211,7 @@ def attend_full(
             scale=scale,
             key_block=options.key_block,
             format=layout.format,
+            implementation=options.kernels,
         )
 
     visible = jnp.where(tokens.ends > tokens.starts, tokens.ends, 0)[:, None]
@@ -239,7 +240,11 @@ def attend_window(
     roll = _roll_token if tokens.every_slot else _roll_tile
     buffer, ring = roll(tokens, layer.window, packing.encode(clean, layout))
     one = functools.partial(
-        kernel.attend_window_pairs, window=window, kv_heads=kv_heads, scale=scale
+        kernel.attend_window_pairs,
+        window=window,
+        kv_heads=kv_heads,
+        scale=scale,
+        implementation=options.kernels,
     )
     arguments = (q, packing.decode(buffer, layout), tokens.starts - tokens.known_from)
     o = map_sequences(one, arguments, tokens.active, sequential=options.sequential)

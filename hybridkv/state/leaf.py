@@ -57,11 +57,16 @@ def abstract(declared: Any) -> Any:
 def shardings(
     declared: Any, mesh: jax.sharding.Mesh, rules: Mapping[str, str] = DEFAULT_RULES
 ) -> Any:
-    """The same tree of ``NamedSharding``; logical axes without a mesh axis are replicated."""
+    """The same tree of ``NamedSharding``; logical axes without a mesh axis are replicated, and so
+    are those that their mesh axis does not divide.
+    """
 
     def one(leaf: Leaf) -> jax.sharding.NamedSharding:
         axes = [rules.get(axis) if axis else None for axis in leaf.axes]
-        spec = [axis if axis in mesh.axis_names else None for axis in axes]
+        spec = [
+            axis if axis in mesh.axis_names and size % mesh.shape[axis] == 0 else None
+            for axis, size in zip(axes, leaf.shape, strict=True)
+        ]
         return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
 
     return jax.tree.map(one, declared, is_leaf=_is_leaf)

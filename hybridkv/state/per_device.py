@@ -1,7 +1,7 @@
 """Kernels on a mesh: each device runs them on its own sequences and heads.
 
 XLA's partitioner cannot split a kernel, so the split is said here, with ``jax.shard_map``, whenever
-a step is traced under a mesh (``jax.set_mesh``) that has one of these axes:
+a step is traced under a mesh (``jax.set_mesh``, axes of type Auto) that has one of these axes:
 
     axis     attention                 index scores
     data     sequences                 sequences
@@ -17,9 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from hybridkv.errors import UserError
 from pallas_kernels.attention import api as attention_kernel
 from pallas_kernels.blocks import BlockRows
 from pallas_kernels.index_scores import api as index_kernel
@@ -32,8 +33,18 @@ SEQUENCES, HEADS = "data", "model"
 
 
 def on_mesh() -> bool:
-    """Whether this is traced under a mesh of several devices."""
-    return jax.sharding.get_abstract_mesh().size > 1
+    """Whether this is traced under a mesh of several devices.
+
+    Raises:
+      UserError: types of that mesh's axes are explicit: steps leave the rest of the split to XLA.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit in mesh.axis_types:
+        raise UserError(
+            f"axes {mesh.axis_names} of the mesh are explicit: make it with "
+            f"axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}"
+        )
+    return mesh.size > 1
 
 
 def attend(

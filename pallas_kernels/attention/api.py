@@ -10,6 +10,7 @@ any bit; for one key, row and value are the same vector.
 reference.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -105,6 +106,7 @@ def attend_pairs(
     scale: float,
     key_block: int = 128,
     format: Format = "float32",
+    implementation: str | None = None,
 ) -> Float[Array, "t heads width"]:
     """Plain grouped-query attention over stored (key, value) rows, float32; no window, no sink.
 
@@ -120,15 +122,24 @@ def attend_pairs(
       scale: softmax scale.
       key_block: rows summed at once. Part of the result's bits.
       format: the stored format of ``rows``.
+      implementation: None or ``"reference"``, the only one.
 
     Raises:
-      ValueError: ``heads`` is not a multiple of ``kv_heads``.
+      ValueError: ``heads`` is not a multiple of ``kv_heads``, or another implementation is named.
     """
     if q.shape[1] % kv_heads:
         raise ValueError(f"{q.shape[1]} query heads do not share {kv_heads} key heads evenly")
-    return reference.attend_pairs(
-        q, rows, visible, kv_heads=kv_heads, scale=scale, key_block=key_block, format=format
+    by_reference = functools.partial(
+        reference.attend_pairs,
+        q,
+        rows,
+        visible,
+        kv_heads=kv_heads,
+        scale=scale,
+        key_block=key_block,
+        format=format,
     )
+    return first_supported("attend_pairs", {REFERENCE: by_reference}, implementation)
 
 
 def attend_window_pairs(
@@ -139,6 +150,7 @@ def attend_window_pairs(
     window: int,
     kv_heads: int,
     scale: float,
+    implementation: str | None = None,
 ) -> Float[Array, "t heads width"]:
     """Grouped-query attention over a window of (key, value) rows, float32; no sink.
 
@@ -155,9 +167,11 @@ def attend_window_pairs(
       window: rows a query sees, itself included.
       kv_heads: key and value heads of a row.
       scale: softmax scale.
+      implementation: None or ``"reference"``, the only one.
 
     Raises:
-      ValueError: ``heads`` is not a multiple of ``kv_heads``, or ``local`` is not of that shape.
+      ValueError: ``heads`` is not a multiple of ``kv_heads``, ``local`` is not of that shape, or
+        another implementation is named.
     """
     t, heads, width = q.shape
     if heads % kv_heads:
@@ -165,6 +179,13 @@ def attend_window_pairs(
     form = (window - 1 + t, 2 * kv_heads * width)
     if local.shape != form:
         raise ValueError(f"window rows must be {list(form)}, got {list(local.shape)}")
-    return reference.attend_window_pairs(
-        q, local, first, window=window, kv_heads=kv_heads, scale=scale
+    by_reference = functools.partial(
+        reference.attend_window_pairs,
+        q,
+        local,
+        first,
+        window=window,
+        kv_heads=kv_heads,
+        scale=scale,
     )
+    return first_supported("attend_window_pairs", {REFERENCE: by_reference}, implementation)

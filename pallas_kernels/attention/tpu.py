@@ -9,6 +9,7 @@ where there are some and rows are words of 32 bits (see ``tpu_gather``), otherwi
 single row of a 16-bit pool shares its words with a neighbour and no copy engine can move it alone.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -94,10 +95,10 @@ def attend(
     _check_stored(local, local_format)
     n, t, _, width = q.shape
     if rows is None:
-        packed = isinstance(local_format, RowLayout)
-        dtype = jnp.uint16 if packed else local.dtype
+        plain = local_format in ("float32", "bfloat16")  # rows of others are not as wide as q
+        dtype = local.dtype if plain else jnp.uint16
         rows, visible = _no_rows(n, width, dtype), jnp.zeros((n, t), jnp.int32)
-        picks, format = None, "bfloat16" if packed else local_format
+        picks, format = None, local_format if plain else "bfloat16"
         key_block, tuning = SUBLANES, tuning._replace(keys=SUBLANES)
     assert visible is not None
     visible = jnp.where(active.mask[:, None], visible, 0)  # nothing is gathered for the others
@@ -174,7 +175,7 @@ def _attend(
         local_dtype=_multiplied_in(local_format),
         rows=blocks,
         local_packed=_packed(local_format),
-        staging=tuned("attention/tpu", Staging(), format=_name(format), width=q.shape[-1]),
+        staging=_staging(format, q.shape[-1], blocks),
     )
     local, pool = _padded(local, plan), _grouped(pool)
     _check_memory(plan, n, table.size, local, pool)
@@ -198,9 +199,6 @@ def _call(
         """The sequence of a task."""
         return task(i, j, *refs)[0], 0, 0, 0
 
-    if not interpret_params():
-        # XLA would keep gathered rows in vector memory; vector instructions would then copy them.
-        pool = pltpu.with_memory_space_constraint(pool, pltpu.HBM)
     queries = (1, plan.queries, heads, width)
     statistics = pltpu.VMEM((plan.lines, LANES), jnp.float32)
     grid = pltpu.PrefetchScalarGridSpec(
@@ -237,6 +235,16 @@ def _call(
         interpret=interpret_params(),
         name="attend",
     )(*lists, q, local, jnp.broadcast_to(sink[:, None], (heads, LANES)), in_hbm(pool))
+
+
+def _staging(format: Format, width: int, rows: KeyBlocks) -> Staging:
+    """The table's choice, but at least four buffers for pairs of packed blocks: those wait for the
+    next item before they start the copies of one more.
+    """
+    staging = tuned("attention/tpu", Staging(), format=_name(format), width=width)
+    if rows.packed is None or not rows.paired:
+        return staging
+    return dataclasses.replace(staging, buffers=max(staging.buffers, 4))
 
 
 def _no_rows(n: int, width: int, dtype: Any) -> BlockRows:

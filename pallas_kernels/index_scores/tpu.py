@@ -122,10 +122,10 @@ def pick_rows(
 ) -> Int[Array, "n t topk"]:
     """See ``api.pick_rows``. Sequences that are not active give zeros.
 
-    Eight key blocks are copied and scored at a time. Rows are used as they are stored; float32
-    queries of bfloat16 rows are taken apart into three bfloat16 summands, so that products are
-    those of float32, unless all their values are bfloat16 already. Packed rows are copied as bytes
-    and decoded beside the products (see ``tpu_packed``).
+    Up to eight key blocks are copied and scored at a time, which changes no pick. Rows are used as
+    they are stored; float32 queries of bfloat16 rows are taken apart into three bfloat16 summands,
+    so that products are those of float32, unless all their values are bfloat16 already. Packed rows
+    are copied as bytes and decoded beside the products (see ``tpu_packed``).
 
     Raises:
       NotImplementedError: rows that cannot be copied in whole registers, or more of them than fit.
@@ -192,7 +192,8 @@ def _sizes(queries: jax.Array, rows: BlockRows, topk: int, key_block: int, forma
         raise NotImplementedError(
             f"blocks of {per} rows: not a multiple of {least} or not in {TILE}"
         )
-    chunk = cdiv(8 * key_block, TILE) * TILE
+    # A power of two, so that chunks divide into steps of tiles and memory into chunks.
+    chunk = TILE << (cdiv(8 * key_block, TILE).bit_length() - 1)
     sizes = Sizes(
         sequences=n,
         tokens=t,

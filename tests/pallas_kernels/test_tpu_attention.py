@@ -1,5 +1,6 @@
 """The TPU kernel of ``attend``, interpreted, against float64, and the bits that must not change."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -12,7 +13,10 @@ from pallas_kernels.attention import tpu, tpu_kernel
 from pallas_kernels.blocks import BlockRows
 from pallas_kernels.index_scores.api import NO_ROW
 from pallas_kernels.interpreting import checked
+from pallas_kernels.packing import api as packing
+from pallas_kernels.packing.layout import RowLayout
 from pallas_kernels.sequences import Active
+from pallas_kernels.tuning.table import trying
 
 HEADS, WIDTH, SCALE, WINDOW, KEYS = 8, 128, 0.15, 5, 16
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
@@ -359,3 +363,56 @@ def test_abstract_arguments_are_enough_to_trace():
 def test_what_is_not_supported_is_refused_before_anything_is_traced(format, options, reason):
     with pytest.raises(NotImplementedError, match=reason):
         jax.eval_shape(compiled(format), *shapes(**options))
+
+
+def test_a_window_of_words_alone_gives_the_bits_of_the_same_numbers_in_halves():
+    width, window = 256, 8
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.normal(size=(2, 1, HEADS, width)), jnp.float32)
+    rows = jnp.asarray(rng.normal(size=(2, window, width)), jnp.float32)
+
+    def run(format):
+        local = packing.encode(rows, format)
+        with checked():
+            out = jax.jit(
+                lambda: tpu.attend(
+                    q,
+                    local,
+                    jnp.asarray([3, 60], jnp.int32),
+                    jnp.zeros(HEADS),
+                    active=Active.all(2),
+                    window=window,
+                    scale=SCALE,
+                    local_format=format,
+                ),
+                compiler_options={"xla_backend_optimization_level": 0},
+            )()
+            return np.asarray(out)
+
+    np.testing.assert_array_equal(run("bfloat16_words"), run("bfloat16"))
+
+
+def test_outside_of_a_trace_only_the_missing_device_is_in_the_way():
+    with pytest.raises(ValueError, match="interpret"):
+        tpu.attend(
+            jnp.zeros((1, 1, 16, 128)),
+            jnp.zeros((1, 8, 128)),
+            jnp.zeros(1, jnp.int32),
+            jnp.zeros(16),
+            active=Active.all(1),
+            window=8,
+            scale=1.0,
+        )
+
+
+def test_pairs_of_packed_blocks_have_at_least_four_buffers():
+    """With two each item would wait for one whose copies it starts itself."""
+    layout = RowLayout("fp8_rope16", 128, 64)
+    blocks = tpu.KeyBlocks(
+        size=32, per_block=8, blocks=9, tabled=True, dtype=jnp.bfloat16, paired=True, packed=layout
+    )
+    for buffers, packed, plain in ((2, 4, 2), (8, 8, 8)):
+        with trying("attention/tpu", buffers=buffers):
+            assert tpu._staging(layout, 128, blocks).buffers == packed
+            halves = dataclasses.replace(blocks, packed=None)
+            assert tpu._staging("bfloat16", 128, halves).buffers == plain

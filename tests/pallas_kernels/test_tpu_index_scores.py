@@ -30,24 +30,31 @@ QUICK = {"xla_backend_optimization_level": 0}
 
 
 @functools.cache
-def compiled(topk: int, format: str):
+def compiled(topk: int, format: str, key_block: int = 128):
     def run(queries, weights, pool, table, visible, order, count):
         rows = BlockRows(pool, table)
         active = Active(order, count)
         return tpu.pick_rows(
-            queries, weights, rows, visible, active=active, topk=topk, key_block=128, format=format
+            queries,
+            weights,
+            rows,
+            visible,
+            active=active,
+            topk=topk,
+            key_block=key_block,
+            format=format,
         )
 
     return jax.jit(run, compiler_options=QUICK)
 
 
-def picked(case, *, topk=TOPK, format="bfloat16", order=None, count=None):
+def picked(case, *, topk=TOPK, format="bfloat16", order=None, count=None, key_block=128):
     """The kernel's picks; no two of its copies may race."""
     queries, weights, pool, table, visible = case
     n = len(queries)
     order = np.arange(n) if order is None else order
     with checked():
-        got = compiled(topk, format)(
+        got = compiled(topk, format, key_block)(
             *(jnp.asarray(x, jnp.float32) for x in (queries, weights)),
             stored(pool, format),
             *(jnp.asarray(x, jnp.int32) for x in (table, visible, order)),
@@ -120,6 +127,31 @@ def test_picks_are_the_best_rows_with_ties_to_the_lowest(visible):
     queries, weights, rows = integers(visible)
     got = picked((queries, weights, *placed(rows, visible), visible))
     np.testing.assert_array_equal(got, ranked(queries, weights, rows, visible))
+
+
+def test_key_blocks_that_are_no_power_of_two_give_the_same_picks():
+    visible = np.array([[4300]])  # 640 * 8 rows are 5 tiles, which are scored 4 at a time
+    queries, weights, rows = integers(visible, n=1, t=1)
+    case = (queries, weights, *placed(rows, visible, blocks=320), visible)
+    got = picked(case, key_block=640)
+    np.testing.assert_array_equal(got, ranked(queries, weights, rows, visible))
+
+
+@pytest.mark.parametrize("key_block", [1, 128, 384, 640, 1024, 1920, 2560, 3000, 6000])
+@pytest.mark.parametrize("blocks", [1, 1024, 1025])
+def test_chunks_divide_into_steps_of_tiles_and_memory_into_chunks(key_block, blocks):
+    rows = BlockRows(
+        jax.ShapeDtypeStruct((9, PER, WIDTH), jnp.uint16),
+        jax.ShapeDtypeStruct((1, blocks), jnp.int32),
+    )
+    queries = jax.ShapeDtypeStruct((1, 1, HEADS, WIDTH), jnp.float32)
+    sizes = tpu._sizes(queries, rows, TOPK, key_block, "bfloat16")
+    chunk = sizes.chunk_blocks * PER
+    tiles = chunk // tpu.TILE
+    assert chunk % tpu.TILE == 0
+    assert tiles % min(tiles, 4) == 0  # see tpu_scores.score_chunk
+    assert sizes.capacity % chunk == sizes.capacity % tpu.CHUNK == 0
+    assert sizes.capacity >= blocks * PER
 
 
 def test_float_queries_of_bfloat16_rows_are_multiplied_exactly():

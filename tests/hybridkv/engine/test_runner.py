@@ -1,4 +1,5 @@
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from hybridkv.prefixes.losses import Cause
 from hybridkv.prefixes.plan import Miss, Outcome, Plan
 from hybridkv.prefixes.policy import DENSE, NEVER, SnapshotPolicy
 from hybridkv.state.capacity import Capacity
+from pallas_kernels import implementations
 
 TILE = 16
 OPTIONS = toy_options(tile=TILE)
@@ -305,3 +307,34 @@ def test_a_snapshot_at_which_another_prompt_went_on_stays(runner):
     for turn in (144, 176, 208):
         run(runner, ids[:turn], policy=SnapshotPolicy(thin=8.0))
     assert 80 in standing(runner, ids)
+
+
+def test_engines_whose_capacities_take_other_kernels_do_not_share_an_id(monkeypatch):
+    """A kernel that refuses a large pool leaves it to the reference, whose bits are others."""
+    monkeypatch.setattr(implementations, "_PREFERRED", {"cpu": ("tpu",)})
+    reference = dataclasses.replace(OPTIONS, kernels="reference")
+
+    def tile_step(params, batch, cache, options):
+        def by_tpu():
+            if jax.tree.leaves(cache.compressed)[0].shape[0] > 64:
+                raise NotImplementedError("more than 64 blocks")
+            return step()
+
+        def step():
+            return RUNTIME.tile_step(params, batch, cache, reference)
+
+        return implementations.first_supported(
+            "op", {"tpu": by_tpu, "reference": step}, options.kernels
+        )
+
+    model = SimpleNamespace(
+        geometry=RUNTIME.geometry, params=RUNTIME.params, tile_step=tile_step, decode_step=None
+    )
+
+    def of(tokens):
+        capacity = Capacity.for_tokens(RUNTIME.geometry, tokens=tokens, slots=1)
+        return numerics_id(model, OPTIONS, capacity)
+
+    block = RUNTIME.geometry.block_tokens
+    assert of(8 * block) == of(60 * block) == numerics_id(model, OPTIONS)
+    assert of(100 * block) == of(200 * block) != of(8 * block)

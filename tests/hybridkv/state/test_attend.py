@@ -311,3 +311,21 @@ def test_layers_that_compress_route_or_mix_are_refused(layer):
     geometry = dataclasses.replace(GEOMETRY, layers=(layer,), index_width=4)
     with pytest.raises(UserError, match="needs its own step"):
         attend_of(geometry)(0, Q, heads(), heads())
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_named_implementation_that_there_is_none_of_is_refused(layer):
+    """Plain heads have the reference alone."""
+    case = Case(dataclasses.replace(GEOMETRY, layers=LAYERS[layer : layer + 1]))
+    q, k, v = (x[None, :TILE] for x in (case.q[0], case.k[0], case.v[0]))
+
+    def step(kernels):
+        def run(cache):
+            tokens = Tokens.of_tile(tile_batch(1, 0, TILE), cache)
+            return Attend(tokens, cache, dataclasses.replace(OPTIONS, kernels=kernels))(0, q, k, v)
+
+        return jax.eval_shape(run, case.cache())
+
+    assert step("reference").shape == q.shape
+    with pytest.raises(ValueError, match="no implementation 'tpu': known are reference"):
+        step("tpu")

@@ -1,8 +1,9 @@
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from hybridkv.state.leaf import Leaf, init, tree_bytes
+from hybridkv.state.leaf import Leaf, init, shardings, tree_bytes
 
 
 def test_every_axis_has_a_name():
@@ -22,3 +23,13 @@ def test_initial_values_fill_the_array():
     array = init(Leaf(shape=(3,), dtype=jnp.int32, axes=("slots",), fill=7))
     assert isinstance(array, jax.Array)
     assert array.tolist() == [7, 7, 7]
+
+
+def test_an_axis_that_its_mesh_axis_does_not_divide_stays_whole():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    declared = [Leaf(shape=(size,), dtype=jnp.float32, axes=("slots",)) for size in (3, 4)]
+    three, four = shardings(declared, mesh, {"slots": "data"})
+    assert three.spec == jax.sharding.PartitionSpec(None)
+    assert four.spec == jax.sharding.PartitionSpec("data")
+    arrays = init(declared, [three, four])
+    assert [len(x.sharding.device_set) for x in arrays] == [2, 2]

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
+from hybridkv.errors import UserError
 from hybridkv.state import per_device
 from pallas_kernels.attention import api as attention
 from pallas_kernels.blocks import BlockRows
@@ -140,3 +142,11 @@ def test_no_kernel_is_left_to_the_partitioner_which_can_split_none(inputs, shape
         split = attend(per_device.attend, odd)
     assert inside == [{"data", "model"}]
     np.testing.assert_allclose(split, alone, rtol=1e-6, atol=1e-6)
+
+
+def test_a_mesh_with_explicit_axes_is_refused_with_what_to_write():
+    mesh = jax.make_mesh((2, 1), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh), pytest.raises(UserError, match=r"AxisType.Auto,\) \* 2"):
+        per_device.on_mesh()
+    with jax.set_mesh(mesh_of((2, 1))):
+        assert per_device.on_mesh()
