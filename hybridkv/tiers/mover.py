@@ -46,6 +46,8 @@ _LOG = logging.getLogger(__name__)
 _SMOOTHING = 0.3
 """Weight of the newest load in the measured bandwidths."""
 _PREFETCHED_AT_ONCE = 4
+_END_S = 1.0
+"""In which threads that have nothing to do can end, also where no time was given for work."""
 
 
 class Mover:
@@ -80,7 +82,7 @@ class Mover:
         self._prefetched = Prefetched(options.prefetch_bytes)
         self._loader, self._copier = Worker("hybridkv-loads"), Worker("hybridkv-copies")
         self._writer = Worker("hybridkv-writes")
-        self._closed = False
+        self._closed = self._whole = False
         self._allowed = 0.0
         """Moves that turns with an allowance may write."""
         self.bind()
@@ -452,18 +454,31 @@ class Mover:
         self._prefetched.clear()
 
     def close(self, *, timeout_s: float = 30.0) -> bool:
-        """Stores what waits, within a time, and gives the store back; whether all was stored."""
-        if self._closed:
-            return True
-        whole = self.flush(timeout_s=timeout_s)
-        self._closed = True
-        self.drop()
-        for worker in (self._loader, self._copier, self._writer):
-            whole &= worker.close(timeout_s=timeout_s)
+        """Stores what waits, within a time, and ends; whether all was stored and all has ended.
+
+        A writer that is still at work keeps the store to itself, and gives it back when it ends.
+        Closing again waits for that, and stores nothing more.
+        """
+        end = time.monotonic() + timeout_s
+        try:
+            if not self._closed:
+                self._whole = self.flush(timeout_s=timeout_s)
+                self.drop()
+        finally:
+            ended = self._end_workers(end)
+        return self._whole and ended
+
+    def _end_workers(self, end: float) -> bool:
+        """Ends them all by one time, but for the moment that a thread needs to end at all."""
+        if not self._closed:
+            self._closed = True
+            if self._store is not None:  # whoever writes there ends it, however late
+                self._writer.submit(self._store.close, priority=float("inf"))
+        end = max(end, time.monotonic() + _END_S)
+        workers = self._loader, self._copier, self._writer
+        left = [x for x in workers if not x.close(timeout_s=max(end - time.monotonic(), 0.0))]
         self._look_after()
-        if self._store is not None:
-            self._store.close()
-        return whole
+        return not left
 
 
 @dataclasses.dataclass(eq=False)
