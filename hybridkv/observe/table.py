@@ -389,7 +389,7 @@ TIERS = (
     ),
     counter(
         "dropped_prefixes",
-        "Prefixes that were not stored because too many waited.",
+        "Prefixes that were not stored: too many waited, or they can't be read or written.",
         one(lambda n: n.tiers.dropped_prefixes),
         row=_TIERS,
     ),

@@ -39,7 +39,7 @@ class TierCounters:
     no_room: dict[Tier, int] = dataclasses.field(default_factory=_zeros)
     """Copies that found no room on a tier."""
     dropped_prefixes: int = 0
-    """Prefixes that were not stored because too many waited."""
+    """Prefixes that were given up: too many waited, or they can't be read or written."""
     prefetched: int = 0
     """Segments that were read before they were asked for."""
     failed_prefetches: int = 0

@@ -182,7 +182,7 @@ class Mover:
 
     @property
     def busy(self) -> bool:
-        """Whether anything is under way or waits to be stored."""
+        """Whether anything is under way, or waits to be stored and is not held by a pause."""
         return self._storing.busy or bool(self._loads)
 
     @property
@@ -426,13 +426,17 @@ class Mover:
             self._storing.add(chain)
 
     def flush(self, *, timeout_s: float) -> bool:
-        """Stores what waits, the deepest prefixes first; whether all was, and no write failed."""
+        """Stores what waits, the deepest prefixes first; whether all that ever waited is stored.
+
+        It does not wait for the end of a pause after a write that failed, and is False then. False
+        too from then on, once a prefix was dropped (``TierCounters.dropped_prefixes``).
+        """
         self._storing.deepest_first()
         end = time.monotonic() + timeout_s
         while self.busy and time.monotonic() < end:
             if not self.turn():
                 time.sleep(1e-3)
-        return not self.busy and not self._storing.paused
+        return not self.busy and self._storing.whole
 
     def refresh(self) -> int:
         """A reader looks again at what the writer stored; returns the blocks that are new.

@@ -7,7 +7,8 @@ In the order of the prefix, so that what a tier has of one is always its beginni
 made for a prefix its own blocks are leased, and its snapshots that are deeper, so that it never
 pushes out itself. A prefix is copied to the host once, then written: a host that is too small for
 all that waits must not keep them from the disk. What finds no room is left where it is: nothing
-here is ever waited for. The owner's thread, but for the workers' jobs.
+here is ever waited for. After a write that failed, prefixes wait for the tier to be tried again;
+what is given up is counted. The owner's thread, but for the workers' jobs.
 """
 
 import collections
@@ -30,7 +31,7 @@ from hybridkv.tiers.device import DeviceSide
 from hybridkv.tiers.disk import DiskTier, Removals, spoil
 from hybridkv.tiers.faults import Faults, Point
 from hybridkv.tiers.host import DamagedHostBytes, HostTier, HostWords
-from hybridkv.tiers.store.records import Extension, SnapshotAt, StoreFullError
+from hybridkv.tiers.store.records import Extension, SnapshotAt, StoreFullError, StoreWriteError
 from hybridkv.tiers.worker import Future, Worker
 
 MOST_BLOCKS = 64
@@ -53,8 +54,8 @@ class _Job:
     receipt: Receipt
     future: Future[Any]
     """Of HostWords on their way to the host, of sizes in bytes on their way to the disk."""
-    chain: TokenChain | None = None
-    """Whose extension it is, on its way to the disk."""
+    chain: TokenChain
+    """Of the prefix that they are part of."""
 
 
 class Storing:
@@ -93,10 +94,18 @@ class Storing:
         return max(self._paused_until.values()) > self._clock()
 
     @property
+    def whole(self) -> bool:
+        """Whether nothing waits, no prefix was ever dropped, and no write has failed lately."""
+        waits = self._for_host or self._for_disk
+        return not (waits or self._counters.dropped_prefixes or self.paused)
+
+    @property
     def busy(self) -> bool:
-        """Whether something waits or is under way."""
+        """Whether something is under way, or waits for what is not paused."""
+        waits = self._for_host and not self._held(Tier.HOST)
+        waits = waits or (self._for_disk and not self._held(Tier.DISK))
         under_way = self._to_host or self._to_disk or self._removing
-        return bool(self._for_host or self._for_disk or under_way) or self._must_remove
+        return bool(waits or under_way) or self._must_remove
 
     @property
     def queued(self) -> Mapping[Tier, int]:
@@ -131,14 +140,15 @@ class Storing:
 
     def _next_to_host(self) -> bool:
         """Starts one copy to the host; a prefix that needs none waits for the disk from then on."""
-        while self._for_host and len(self._to_host) < _IN_FLIGHT:
+        while self._for_host and len(self._to_host) < _IN_FLIGHT and not self._held(Tier.HOST):
             key, chain = self._for_host.popitem(last=False)
             with self._leased(chain) as run:
-                if self._may(Tier.HOST) and self._start_host(run):
+                if self._may(Tier.HOST) and self._start_host(chain, run):
                     self._for_host[key] = chain
                     self._for_host.move_to_end(key, last=False)
                     return True
-            self._for_disk[key] = chain
+            if self._writes:
+                self._for_disk[key] = chain
         return False
 
     def _next_to_disk(self) -> bool:
@@ -148,11 +158,13 @@ class Storing:
         by this write, and removed after it.
         """
         while self._for_disk and not self._to_disk and self._removing is None:
+            if self._held(Tier.DISK):
+                return False
             key, chain = self._for_disk.popitem(last=False)
             with self._leased(chain) as run:
                 state = self._device.allocator.entries.state[Tier.HOST, run]
                 copied = (state == TierState.FILLING).any()  # soon it is read from there
-                started = not copied and self._may(Tier.DISK) and self._start_disk(chain, run)
+                started = not copied and self._start_disk(chain, run)
             if copied or started:
                 self._for_disk[key] = chain
                 self._for_disk.move_to_end(key, last=False)
@@ -161,24 +173,37 @@ class Storing:
 
     @contextlib.contextmanager
     def _leased(self, chain: TokenChain) -> Iterator[Int32[np.ndarray, " run"]]:
-        """What is published of a chain, which nothing pushes out meanwhile."""
+        """What is published of a chain, which nothing pushes out; an error drops the prefix."""
         run = self._device.directory.find(chain).entries
         held = self._device.allocator.lease(run)
         try:
             yield run
+        except BaseException:
+            self._counters.dropped_prefixes += 1
+            raise
         finally:
             self._device.allocator.release(held)
 
     def _may(self, tier: Tier) -> bool:
         there = self._has_host if tier == Tier.HOST else self._writes
-        return there and self._clock() >= self._paused_until[tier]
+        return there and not self._pauses(tier)
+
+    def _pauses(self, tier: Tier) -> bool:
+        return self._clock() < self._paused_until[tier]
+
+    def _held(self, tier: Tier) -> bool:
+        """Whether what waits for a tier waits for the end of its pause.
+
+        Where there is a disk, what waits for the host goes on to it instead.
+        """
+        return self._pauses(tier) and (tier == Tier.DISK or not self._writes)
 
     # To the host.
 
-    def _start_host(self, run: Int32[np.ndarray, " n"]) -> bool:
+    def _start_host(self, chain: TokenChain, run: Int32[np.ndarray, " n"]) -> bool:
         columns, moved = self._device.allocator.entries, self._device.moved_blocks
         blocks = self._missing(run, Tier.HOST)[:moved]
-        if blocks.size and self._copy(blocks, self._gathered(blocks)):
+        if blocks.size and self._copy(chain, blocks, self._gathered(blocks)):
             return True
         standing = self._standing(run)
         snapshots = self._missing(standing, Tier.HOST)[-1:]
@@ -186,7 +211,7 @@ class Storing:
             return False
         place = int(columns.place[Tier.DEVICE, snapshots[0]])
         deeper = _behind(standing, snapshots)
-        return self._copy(snapshots, lambda: [self._device.read_snapshot(place)], deeper)
+        return self._copy(chain, snapshots, lambda: [self._device.read_snapshot(place)], deeper)
 
     def _missing(self, ids: Int32[np.ndarray, " n"], tier: Tier) -> Int32[np.ndarray, " m"]:
         """Those that are whole on the device and nowhere on the tier."""
@@ -215,6 +240,7 @@ class Storing:
 
     def _copy(
         self,
+        chain: TokenChain,
         entries: Int32[np.ndarray, " n"],
         gather: Callable[[], Sequence[jax.Array]],
         keep: Int32[np.ndarray, " k"] = NO_ENTRIES,
@@ -229,7 +255,8 @@ class Storing:
         def pin() -> Sequence[HostWords]:
             return [self._pinned(form, each) for each in words]
 
-        self._to_host.append(_Job(receipt=receipt, future=self._copier.submit(pin)))
+        future = self._copier.submit(pin)
+        self._to_host.append(_Job(receipt=receipt, future=future, chain=chain))
         return True
 
     def _pinned(self, form: Form, words: jax.Array) -> HostWords:
@@ -467,17 +494,29 @@ class Storing:
                 self._device.allocator.abort(entries[state == TierState.FILLING], tier)
                 self._failed(tier, error)
             self._device.allocator.release(job.receipt)
-            if isinstance(error, DamagedHostBytes):
-                self._spoiled(job.receipt.entries)
-            if isinstance(error, StoreFullError) and job.chain is not None:
-                self._make_disk_room(job.chain, len(job.receipt.entries))
+            if error is not None:
+                self._put_back(job, tier, error)
             count += 1
         return count
 
-    def _make_disk_room(self, chain: TokenChain, wanted: int) -> None:
-        """The store's bytes are used up: gives up what is worth least, and tries again.
+    def _put_back(self, job: _Job, tier: Tier, error: BaseException) -> None:
+        """The prefix of a copy that failed goes behind the others, or is dropped for good."""
+        waiting = self._for_host if tier == Tier.HOST else self._for_disk
+        key, full = id(job.chain), isinstance(error, StoreFullError)
+        if isinstance(error, DamagedHostBytes):
+            self._spoiled(job.receipt.entries)  # the next copy is made of what is left
+        elif full and self._make_disk_room(job.chain, len(job.receipt.entries)):
+            return
+        elif tier == Tier.HOST or (isinstance(error, OSError | StoreWriteError) and not full):
+            if key in waiting:  # it is not, where more of it was published since
+                waiting.move_to_end(key)
+        elif waiting.pop(key, None) is not None:
+            self._counters.dropped_prefixes += 1
 
-        Where nothing but the prefix itself could go, writing pauses as after any failure.
+    def _make_disk_room(self, chain: TokenChain, wanted: int) -> bool:
+        """The store's bytes are used up: gives up what is worth least, so that it is tried again.
+
+        False where nothing but the prefix itself could go: writing pauses as after any failure.
         """
         allocator = self._device.allocator
         held = allocator.lease(self._device.directory.find(chain).entries)
@@ -486,9 +525,9 @@ class Storing:
             if count:
                 allocator.evict(blocks=count, tier=Tier.DISK)
                 self._paused_until[Tier.DISK] = -float("inf")
-                self._for_disk[id(chain)] = chain
         finally:
             allocator.release(held)
+        return count > 0
 
     @staticmethod
     def _ended(job: _Job, end: Callable[[_Job], None]) -> Exception | None:

@@ -24,6 +24,7 @@ def leading(flags):
 
 
 def faults(point, fault=Fault.NO_SPACE, *nth):
+    """Of the first time, or of those that are given."""
     return Schedule([Planned(point=point, fault=fault, nth=n) for n in nth or (1,)])
 
 
@@ -195,7 +196,55 @@ def test_after_a_write_that_failed_nothing_is_written_for_a_while(tmp_path, tier
     world.device.now += PAUSE_S
     world.publish(third)
     world.at_rest()
-    assert [all(world.there(world.run(ids), tier)) for ids in (first, second, third)] == [0, 0, 1]
+    assert all(all(world.there(world.run(ids), tier)) for ids in (first, second, third))
+    assert world.mover.counters.dropped_prefixes == 0
+
+
+def test_what_waits_while_writing_pauses_is_written_after_it_and_flush_says_so(tmp_path):
+    world = World(disk=pools(64), path=tmp_path / "s", faults=faults(Point.DISK_STORE))
+    prompts = [ids_of(3, seed) for seed in range(5)]
+    for ids in prompts:
+        world.publish(ids)
+    assert not world.mover.flush(timeout_s=0.0)
+    world.stored()
+    assert world.mover.queued == {Tier.HOST: 0, Tier.DISK: 5}
+    assert not world.mover.flush(timeout_s=0.01)
+    world.device.now += 2 * PAUSE_S
+    assert not world.mover.flush(timeout_s=0.0)  # it waits still, though nothing pauses
+    world.stored()
+    assert [all(world.there(world.run(ids), Tier.DISK)) for ids in prompts] == [True] * 5
+    counters = world.mover.counters
+    assert (counters.failed_stores[Tier.DISK], counters.dropped_prefixes) == (1, 0)
+    assert world.mover.flush(timeout_s=0.01)
+
+
+def test_a_prefix_whose_write_failed_lets_the_others_go_before_it(tmp_path):
+    world = World(
+        disk=pools(64), path=tmp_path / "s", faults=faults(Point.DISK_STORE, Fault.NO_SPACE, 1, 2)
+    )
+    prompts = [ids_of(3, seed) for seed in range(3)]
+    for ids in prompts:
+        world.publish(ids)
+    world.stored()
+    world.device.now += 2 * PAUSE_S
+    world.settle(lambda: world.count(Tier.DISK) > 0 or not world.mover.busy)
+    assert world.mover.counters.failed_stores[Tier.DISK] == 2
+    world.device.now += 2 * PAUSE_S
+    world.settle(lambda: world.count(Tier.DISK) > 0)
+    assert [any(world.there(world.run(ids), Tier.DISK)) for ids in prompts] == [0, 0, 1]
+
+
+def test_what_finds_no_place_in_the_queue_while_writing_pauses_is_counted(tmp_path):
+    world = World(disk=pools(64), path=tmp_path / "s", queue=2, faults=faults(Point.DISK_STORE))
+    for seed in range(4):
+        world.publish(ids_of(3, seed))
+        world.stored()
+    assert world.mover.queued == {Tier.HOST: 0, Tier.DISK: 2}
+    assert world.mover.counters.dropped_prefixes == 2
+    world.device.now += 2 * PAUSE_S
+    world.stored()
+    assert world.count(Tier.DISK) == 2 * 3
+    assert not world.mover.close(timeout_s=0.01)  # not all that was published is stored
 
 
 @pytest.mark.parametrize("nth", [1, 2])
@@ -222,6 +271,7 @@ def test_a_device_that_cannot_be_read_leaves_no_places_behind(tmp_path):
     works, world.device.read_blocks = world.device.read_blocks, broken
     with pytest.raises(RuntimeError, match="is gone"):
         world.mover.turn()
+    assert world.mover.counters.dropped_prefixes == 1
     world.device.read_blocks = works
     world.at_rest()
     assert world.allocator.pools[Tier.HOST][Form.BLOCK].used == 0
@@ -315,8 +365,11 @@ def test_a_prefix_larger_than_the_store_is_not_tried_for_ever(tmp_path):
     world.mover.store._capacity = world.mover.store.bytes_used + 1000
     world.publish(ids_of(8, 1))
     world.stored()
-    assert world.mover.counters.failed_stores[Tier.DISK] == 1
-    assert not world.mover.flush(timeout_s=1.0)
+    counters = world.mover.counters
+    assert (counters.failed_stores[Tier.DISK], counters.dropped_prefixes) == (1, 1)
+    world.device.now += 2 * PAUSE_S
+    assert not world.mover.flush(timeout_s=0.01)
+    assert counters.failed_stores[Tier.DISK] == 1
 
 
 def test_what_lost_its_place_while_others_are_removed_is_not_taken_for_stored(tmp_path):
