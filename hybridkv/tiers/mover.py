@@ -432,11 +432,16 @@ class Mover:
         too from then on, once a prefix was dropped (``TierCounters.dropped_prefixes``).
         """
         self._storing.deepest_first()
-        end = time.monotonic() + timeout_s
+        end, failed = time.monotonic() + timeout_s, False
         while self.busy and time.monotonic() < end:
-            if not self.turn():
+            try:
+                moved = self.turn()
+            except Exception as error:  # whatever a device does, others may still be stored
+                moved, failed = False, True
+                self.counters.last_error = f"{type(error).__name__}: {error}"
+            if not moved:
                 time.sleep(1e-3)
-        return not self.busy and self._storing.whole
+        return not (self.busy or failed) and self._storing.whole
 
     def refresh(self) -> int:
         """A reader looks again at what the writer stored; returns the blocks that are new.

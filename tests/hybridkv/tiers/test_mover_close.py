@@ -60,3 +60,34 @@ def test_no_time_is_enough_where_nobody_works(tmp_path):
     world = World(disk=pools(32), path=tmp_path / "s", by_hand=False)
     assert world.mover.close(timeout_s=0.0)
     Store.open_as_is(tmp_path / "s", writable=True).close()
+
+
+@pytest.mark.parametrize("host", [0, 32])
+def test_a_device_that_cannot_be_read_any_more_keeps_nothing_open(tmp_path, host):
+    world = World(host=pools(host), disk=pools(32), path=tmp_path / "s", by_hand=False)
+
+    def broken(places):
+        raise RuntimeError("the device is gone")
+
+    world.publish(IDS)
+    world.publish(ids_of(5, 2))
+    world.device.read_blocks = broken
+    assert not world.mover.close(timeout_s=20)
+    assert world.mover.counters.last_error == "RuntimeError: the device is gone"
+    assert not any(worker._thread.is_alive() for worker in world.workers)
+    Store.open_as_is(tmp_path / "s", writable=True).close()
+    assert not world.mover.close(timeout_s=20)
+
+
+def test_turns_that_fail_do_not_keep_a_flush_beyond_its_time(tmp_path):
+    world = World(disk=pools(32), path=tmp_path / "s", by_hand=False)
+
+    def broken():
+        raise RuntimeError("the books are wrong")
+
+    world.publish(IDS)
+    world.mover._storing.turn = broken
+    assert not world.mover.flush(timeout_s=0.05)
+    assert "the books are wrong" in world.mover.counters.last_error
+    del world.mover._storing.turn
+    assert world.mover.flush(timeout_s=20)
