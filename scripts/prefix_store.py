@@ -5,7 +5,7 @@
   prefix_store.py verify PATH                          reads every byte; exit status 1 on problems
   prefix_store.py prune PATH --to-bytes 40000000000    leaves first, of those the oldest
   prefix_store.py prune PATH --older-than 86400        seconds since it was written
-  prefix_store.py prune PATH --damaged                 what can't be used any more
+  prefix_store.py prune PATH --damaged                 what verify finds that can't be used
   prefix_store.py prewarm PATH --prompts FILE          computes prompts and stores them
 
 Only ``prewarm`` needs a model, and takes the options of decode.py for it: a store says itself what
@@ -64,7 +64,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
             command.add_argument("--to-bytes", type=int, help="at most so many bytes stay")
             command.add_argument("--older-than", type=float, metavar="SECONDS")
             command.add_argument(
-                "--damaged", action="store_true", help="what can't be used any more"
+                "--damaged", action="store_true", help="reads every byte; what can't be used goes"
             )
         if name == "prewarm":
             command.add_argument(
@@ -172,7 +172,8 @@ def prune_(args: argparse.Namespace) -> int:
     extensions = freed = 0
     with Store.open_as_is(args.path, writable=True) as store:
         if args.damaged:
-            freed += store.discard_problems()
+            with _progress("bytes") as advance:
+                freed += store.discard_problems(advance)
         if args.to_bytes is not None or args.older_than is not None:
             with _progress("extensions") as advance:
                 pruned = prune(

@@ -7,6 +7,7 @@ A place says nothing by itself: blocks and snapshots are found in the store by t
 tokens they end at. Belongs to the thread of the allocator; the store itself may be read by any.
 """
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 
@@ -22,6 +23,9 @@ from hybridkv.prefixes.directory import Directory
 from hybridkv.prefixes.needs import block_kinds, snapshot_kinds
 from hybridkv.tiers.store import Store
 from hybridkv.tiers.store.records import Extension, StoredExtension
+
+MOST_UNREAD = 3
+"""Reads of one entry that may fail until its bytes leave the store, though they may be whole."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -63,6 +67,8 @@ class DiskTier:
         self._digests: dict[Form, dict[int, bytes]] = {form: {} for form in Form}
         """What stands at each place."""
         self.to_remove = Removals()
+        self._unread: collections.Counter[tuple[Form, bytes]] = collections.Counter()
+        """How often what stands at a digest could not be read."""
         self.left_alone = 0
         """Blocks of the store that found no place."""
         allocator.on_freed.append(self._dropped)
@@ -115,12 +121,21 @@ class DiskTier:
         spoil(self._allocator, self._directory, there, Tier.DISK)
 
     def keep(self, entries: Int32[np.ndarray, " n"]) -> None:
-        """Whatever becomes of these and of what stands on them, the store keeps their bytes.
+        """These could not be read: whatever becomes of them and of what stands on them, the store
+        keeps the bytes, so that a later start finds them again, or whoever stores the same tokens.
 
-        A later start finds them again, or whoever stores the same tokens.
+        Not after ``MOST_UNREAD`` times: what never can be read leaves the store, and is written
+        anew by whoever computes it.
         """
-        columns = self._allocator.entries
-        for entry in self._directory.above(entries).tolist():
+        columns, often = self._allocator.entries, []
+        for entry in entries.tolist():
+            key = Form(columns.form[entry]), self.digest(entry)
+            self._unread[key] += 1
+            if self._unread[key] >= MOST_UNREAD:
+                del self._unread[key]
+                often.append(entry)
+        above = self._directory.above
+        for entry in np.setdiff1d(above(entries), above(np.asarray(often, np.int32))).tolist():
             form, place = Form(columns.form[entry]), int(columns.place[Tier.DISK, entry])
             self._digests[form].pop(place, None)
 

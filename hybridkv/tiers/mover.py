@@ -330,7 +330,7 @@ class Mover:
     def _spoiled(self, sources: Sequence[Source], *, keep: bool, kind: Kind | None) -> None:
         """Copies that can't be used are forgotten, so that nobody tries them again.
 
-        They leave the store too, unless they could only not be read.
+        They leave the store too, unless they could only not be read, and that not often.
         """
         columns = self._device.allocator.entries
         for tier in (Tier.HOST, Tier.DISK):

@@ -115,9 +115,22 @@ def test_prune_discards_what_is_damaged(call, path):
     manifest.write_bytes(manifest.read_bytes()[:-1])
     assert call("verify", path)[0] == 1
     assert call("prune", path, "--damaged")[0] == 0
+    assert call("verify", path)[0] == 0
+
+
+def test_prune_removes_a_segment_with_a_byte_that_changed_and_nothing_else(call, path):
     with open_store(path, writable=False) as store:
-        kinds = {x.kind.value for x in store.problems}
-    assert kinds <= {"no_parent"}
+        (child,) = (x for x in store.extensions() if x.extension.first == 3)
+    chunk = path / "segments" / child.blocks[0].segment / "state" / "blocks" / "c" / "0" / "0"
+    data = bytearray(chunk.read_bytes())
+    data[0] ^= 1
+    chunk.write_bytes(data)
+    assert call("verify", path)[0] == 1
+    code, out, _ = call("prune", path, "--damaged")
+    assert (code, ", 0 bytes freed" in out) == (0, False)
+    assert call("verify", path)[0] == 0
+    with open_store(path, writable=False) as store:
+        assert tuple(map(len, stores.read(store))) == (3 + 2, 1)
 
 
 @pytest.mark.parametrize(

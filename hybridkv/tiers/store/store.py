@@ -32,7 +32,7 @@ from hybridkv.tiers.store.compact import rewrite
 from hybridkv.tiers.store.folder import Folder, one_line
 from hybridkv.tiers.store.header import Header
 from hybridkv.tiers.store.index import Index
-from hybridkv.tiers.store.manifest import MANIFESTS, Manifest
+from hybridkv.tiers.store.manifest import MANIFESTS, SEGMENTS, SNAPSHOTS, Manifest
 from hybridkv.tiers.store.reading import StoreReader
 from hybridkv.tiers.store.records import (
     BlockPlace,
@@ -46,6 +46,7 @@ from hybridkv.tiers.store.records import (
     StoreLayout,
     StoreWriteError,
 )
+from hybridkv.tiers.store.verify import Progress
 from hybridkv.tiers.store.writing import Writer, delete, orphans
 
 _IN_FLIGHT = 4
@@ -244,14 +245,34 @@ class Store(StoreReader):
         self._remember_unread(unread)
         return before - self._bytes
 
-    def discard_problems(self) -> int:
-        """Deletes manifests that are not used and what only they refer to; returns bytes freed."""
+    def discard_problems(self, progress: Progress | None = None) -> int:
+        """Removes what can't be used; returns the bytes freed.
+
+        Every byte is read. Manifests that are not used go, with what only they refer to. So do
+        segments and snapshots of which a file is damaged or can't be read, with all blocks that
+        stand in them and what goes on from those.
+
+        Args:
+          progress: is told how far the reading is.
+
+        Raises:
+          StoreWriteError: a file could not be changed; what is left is whole.
+        """
         self._check_writer()
         before = self._bytes
+        self._load()  # what could only not be read when it was opened stays
         for problem in self.problems:
             if problem.file.startswith(f"{MANIFESTS}/"):
                 delete(self._folder, problem.file, self._faults)
         self._load()
+        # Only now: a manifest that lies would blame the files of others.
+        found = self.verify(progress)
+        wrong = [x.file for x in found if x.kind is not ProblemKind.UNREFERENCED]
+        folders = {"/".join(file.split("/", 2)[:2]) for file in wrong}
+        segments = [x for x in self._index.rows if f"{SEGMENTS}/{x}" in folders]
+        snapshots = [x for x in self._index.snapshot_ids if f"{SNAPSHOTS}/{x}" in folders]
+        blocks = [BlockPlace(x, row) for x in segments for row in self._index.rows[x]]
+        self.remove(blocks, snapshots, with_children=True)
         return before - self._bytes
 
     def _tidy(self, index: Index, problems: list[Problem]) -> list[Problem]:

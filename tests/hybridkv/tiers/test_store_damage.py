@@ -190,6 +190,42 @@ def test_a_damaged_manifest_keeps_its_files_until_someone_discards_it(path):
         assert store.blocks == 5
 
 
+@pytest.mark.parametrize(
+    ("where", "how", "left"),
+    [
+        ("parent's segment", "flipped", (0, 0)),
+        ("child's segment", "flipped", (3, 1)),
+        ("parent's snapshot", "flipped", (5, 1)),
+        ("child's segment", "gone", (3, 1)),
+        ("parent's snapshot", "gone", (5, 1)),
+    ],
+)
+def test_discarding_takes_damaged_files_with_what_goes_on_from_them(path, where, how, left):
+    parent, child = (body(x)["folders"] for x in manifests(path))
+    told = child if where.startswith("child") else parent
+    folder = path / next(x for x in told if x.startswith(where.split()[1]))
+    leaf = "blocks" if "segment" in where else "snapshot"
+    file = next(x for x in folder.rglob("0*") if x.is_file() and leaf in str(x))
+    with open_store(path) as store:
+        damage(file, how)
+        assert store.discard_problems() > 0
+        assert (store.blocks, store.snapshots) == left
+        assert (store.problems, store.verify()) == ((), [])
+        assert tuple(map(len, stores.read(store))) == left
+        assert store.bytes_used == sum(stores.files(path).values())
+        stores.commit(store, extension(tokens(5), snapshots=[3, 5]))
+        assert tuple(map(len, stores.read(store))) == (5, 2)
+
+
+def damage(file, how):
+    if how == "gone":
+        file.unlink()
+        return
+    data = bytearray(file.read_bytes())
+    data[3] ^= 1
+    file.write_bytes(data)
+
+
 def test_two_manifests_of_one_block_are_one_too_many(path):
     parent, _ = manifests(path)
     other = "0" * 32

@@ -3,6 +3,7 @@
 What ``verify.py faults`` found once is here by itself, on a device of numpy words.
 """
 
+import errno
 import logging
 import shutil
 
@@ -12,7 +13,7 @@ from fake_device import BLOCK, World, ids_of, pools, quick_segments
 
 from hybridkv.blocks.entries import Tier
 from hybridkv.prefixes.plan import Miss
-from hybridkv.tiers.faults import Fault, Planned, Point, Schedule
+from hybridkv.tiers.faults import Fault, Faults, Planned, Point, Schedule
 from hybridkv.tiers.store.records import StoreError
 from hybridkv.tiers.storing import PAUSE_S
 
@@ -65,6 +66,42 @@ def test_what_could_only_not_be_read_stays_in_the_store(tmp_path, point):
     assert all(world.there(world.run(IDS), Tier.DISK))  # found there, not written again
     world.restart(faults=Schedule())
     assert world.start_of(IDS) == 8 * BLOCK
+
+
+class BadSector(Faults):
+    """Segments and snapshots that can't be read, however often it is tried."""
+
+    def __init__(self):
+        self.names = frozenset()
+
+    def reach(self, point, data=None, path=None):
+        reads = (Point.READ_SEGMENT, Point.READ_SNAPSHOT)
+        if point in reads and path.name in self.names:
+            raise OSError(errno.EIO, "Input/output error")
+        return data
+
+
+@pytest.mark.parametrize("group", ["segments", "snapshots"])
+def test_what_can_never_be_read_is_at_last_written_anew(tmp_path, group):
+    faults, other = BadSector(), ids_of(3, 2)
+    world = World(disk=pools(32), path=tmp_path / "s", faults=faults)
+    for ids in (other, IDS):
+        world.publish(ids, snapshots=(len(ids) // BLOCK,))
+        world.stored()
+    store, digest = world.mover.store, world.chain(IDS).digests[-1].tobytes()
+    bad = store.find(digest).segment if group == "segments" else store.find_snapshot(digest)
+    faults.names = frozenset([bad])
+    ways = []
+    for _ in range(5):
+        world.evict()
+        ways.append((world.start_of(IDS) == 8 * BLOCK, (tmp_path / "s" / group / bad).exists()))
+        world.publish(IDS, snapshots=(8,))
+        world.stored()
+    assert ways == [(False, True)] * 3 + [(True, False)] * 2
+    assert store.verify() == []
+    world.evict()
+    assert world.start_of(other) == 3 * BLOCK
+    world.at_rest()
 
 
 def test_a_removal_that_fails_is_told_and_tried_again(tmp_path):
