@@ -276,7 +276,8 @@ class Engine:
     def close(self, *, timeout_s: float = 30.0) -> bool:
         """Ends the engine: cancels what runs, and ends idle work and storing within a time.
 
-        Returns whether all that was published is stored.
+        Returns whether all that was published is stored and the tiers have ended. Where a write is
+        late, its store stays locked until that ends.
         """
         for task in list(self._tasks.values()):
             self._end(task, Finish.CANCELLED)

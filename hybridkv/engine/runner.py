@@ -322,7 +322,7 @@ class Runner:
                 self.mover.wanted(plan)
 
     def close(self, *, timeout_s: float = 30.0) -> bool:
-        """Stores what waits to be stored, within a time; whether all was. Ends the tiers."""
+        """Stores what waits, within a time, and ends the tiers; see ``Mover.close``."""
         return self.mover is None or self.mover.close(timeout_s=timeout_s)
 
     def table(self, sequence: Sequence) -> np.ndarray:
