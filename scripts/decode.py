@@ -306,7 +306,7 @@ def main() -> int:
     with watch.watching(session.engine, on=args.watch):
         rows = session.run()
     if not session.engine.close():
-        print("not everything could be stored in time", file=sys.stderr)
+        print("not everything was stored", file=sys.stderr)
     command_line.write_json(args.stats_json, report(session, rows))
     return 1 if any(output.finish is Finish.FAILED for _, output in rows) else 0
 

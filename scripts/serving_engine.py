@@ -405,7 +405,7 @@ class EngineThread:
         try:
             stored = backend.close(timeout_s=self._close_s or 0.0)
             if not stored:
-                LOG.warning("not everything could be stored in time")
+                LOG.warning("not everything was stored")
         except Exception:
             LOG.exception("the engine could not be closed")
         self._tell()

@@ -429,7 +429,8 @@ class Mover:
         """Stores what waits, the deepest prefixes first; whether all that ever waited is stored.
 
         It does not wait for the end of a pause after a write that failed, and is False then. False
-        too from then on, once a prefix was dropped (``TierCounters.dropped_prefixes``).
+        too from then on, once a prefix was dropped (``TierCounters.dropped_prefixes``). What finds
+        no room, or is pushed out of memory before its turn, is not missed.
         """
         self._storing.deepest_first()
         end, failed = time.monotonic() + timeout_s, False
