@@ -28,9 +28,11 @@ from hybridkv.engine.generate import default_options
 from hybridkv.engine.generated import Publish
 from hybridkv.engine.runner import RunnerOptions
 from hybridkv.engine.sampling import MOST_LOGPROBS
+from hybridkv.engine.steps import check_tile
 from hybridkv.errors import UserError
 from hybridkv.observe.rollout_schemes import RolloutSchemes
 from hybridkv.observe.shadow import cold_sizes
+from hybridkv.state.batch import StepOptions
 from hybridkv.state.capacity import Capacity
 from models.deepseek_v4.runtime import DeepseekV4GenericRuntime, DeepseekV4Runtime
 from models.text import Text
@@ -151,13 +153,24 @@ def settled(made: T) -> T:
     return made
 
 
+def step_options(args: argparse.Namespace, runtime: Any) -> StepOptions:
+    """How the steps of the engine compute.
+
+    Raises:
+      UserError: the tile does not fit the model.
+    """
+    steps = default_options(runtime)
+    if args.tile is not None:
+        steps = dataclasses.replace(steps, tile=args.tile)
+    check_tile(runtime.geometry, steps.tile)
+    return steps
+
+
 def make_engine(
     args: argparse.Namespace, runtime: Any, text: Text, *, cold: bool = False
 ) -> Engine:
     """The engine that the command line asks for, or the one that runs the same without reuse."""
-    steps = default_options(runtime)
-    if args.tile:
-        steps = dataclasses.replace(steps, tile=args.tile)
+    steps = step_options(args, runtime)
     one = Capacity.for_tokens(runtime.geometry, tokens=args.context + steps.tile)
     # One sequence's room beyond what runs, for what is stored.
     capacity = dataclasses.replace(one, slots=args.slots, blocks=one.blocks * (args.slots + 1))
@@ -195,11 +208,18 @@ def served(args: argparse.Namespace, runtime: Any, text: Text) -> Served:
 
 
 class Server(uvicorn.Server):
-    """Ends in order: takes nothing new, lets what runs end within a time, cancels the rest."""
+    """Ends in order: takes nothing new, lets what runs end within a time, cancels the rest.
+
+    It ends by itself where the engine cannot be made: it would never serve anything.
+    """
 
     def __init__(self, config: uvicorn.Config, thread: EngineThread, grace_s: float) -> None:
         super().__init__(config)
         self._engine_thread, self._grace_s = thread, grace_s
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to end; see the class."""
+        return await super().on_tick(counter) or self._engine_thread.unmade is not None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See the class; then as uvicorn does."""
@@ -246,7 +266,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def main() -> int:
-    """Loads the model, listens, and serves until it is told to end."""
+    """Loads the model, listens, and serves until it is told to end.
+
+    Returns 1 where the engine could not be made; the log says why.
+
+    Raises:
+      UserError: the command line asks for what cannot be.
+    """
     args = parse(sys.argv[1:])
     check_arguments(args)
     keys = Keys.read(args.api_keys)
@@ -260,6 +286,7 @@ def main() -> int:
     if args.rollout_safe == "generic" and not isinstance(runtime, DeepseekV4Runtime):
         raise UserError("this model's cache is generic already: leave --rollout-safe out")
     serving_rollout.read_choices(args.rollout_options)  # refused before anything is compiled
+    step_options(args, runtime)
     thread = EngineThread(
         lambda: settled(make(args, runtime, text)), slots=args.slots, max_waiting=args.max_waiting
     )
@@ -273,7 +300,9 @@ def main() -> int:
         print(f"{model.name} at {url}, ready when /health says so", file=sys.stderr, flush=True)
         server = make_server(app, thread, host=args.host, port=args.port, grace_s=args.grace)
         server.run(sockets=[sock])
-    return 0
+    if isinstance(thread.unmade, UserError):
+        raise thread.unmade
+    return 0 if thread.unmade is None else 1
 
 
 if __name__ == "__main__":

@@ -159,6 +159,8 @@ class EngineThread:
         self.places = slots + max_waiting
         self.backend: Backend | None = None
         self.state = State.STARTING
+        self.unmade: BaseException | None = None
+        """Why there is no engine and never will be."""
         self._commands: queue.SimpleQueue[Callable[[Backend], None]] = queue.SimpleQueue()
         self._arrived: dict[asyncio.AbstractEventLoop, list[_Arrived]] = {}
         self._running: dict[Ticket, _Running] = {}
@@ -297,8 +299,10 @@ class EngineThread:
     def _run(self) -> None:
         try:
             backend = backend_of(self._make())
-        except BaseException:
-            LOG.exception("the engine could not be made")
+        except BaseException as error:
+            if not isinstance(error, UserError):  # which is one line, for whoever started this
+                LOG.exception("the engine could not be made")
+            self.unmade = error
             self._give_up()
             return
         self.backend, busy = backend, False

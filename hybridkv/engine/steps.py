@@ -25,6 +25,7 @@ import numpy as np
 from hybridkv.arithmetic import cdiv
 from hybridkv.engine.protocol import StepModel
 from hybridkv.errors import UserError
+from hybridkv.geometry import Geometry
 from hybridkv.state import leaf
 from hybridkv.state.batch import DecodeBatch, StepOptions, TileBatch
 from hybridkv.state.cache import Cache
@@ -48,15 +49,22 @@ class DonatedCacheError(RuntimeError):
     """A cache was used after a step had taken it."""
 
 
+def check_tile(geometry: Geometry, tile: int) -> None:
+    """Refuses tiles that cannot be computed: see ``StepOptions.tile``.
+
+    Raises:
+      UserError: it is no multiple of the model's block.
+    """
+    block = geometry.block_tokens
+    if tile % block:
+        raise UserError(f"tile is {tile} tokens: use a multiple of the model's block, {block}")
+
+
 class Steps:
     """Compiled steps of one model at one set of options."""
 
     def __init__(self, model: StepModel, options: StepOptions) -> None:
-        block = model.geometry.block_tokens
-        if options.tile % block:
-            raise UserError(
-                f"tile is {options.tile} tokens: use a multiple of the model's block, {block}"
-            )
+        check_tile(model.geometry, options.tile)
         self.model = model
         self.options = options
 

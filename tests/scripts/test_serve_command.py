@@ -1,6 +1,7 @@
 """What the server does without a client: options, keys, and how tokens are named."""
 
 import sys
+import threading
 import types
 
 import pytest
@@ -35,6 +36,7 @@ from models.text import ByteText, TokenizerText
         (["--chat"], "no chat template"),
         (["--host", "192.0.2.1", "--allow-anyone"], "cannot listen on 192.0.2.1"),
         (["--checkpoint", "/nowhere"], "/nowhere"),
+        (["--tile", 100, "--port", 0], "tile is 100 tokens: use a multiple of"),
     ],
 )
 def test_a_server_that_cannot_be_as_asked_says_so_in_one_line(
@@ -44,6 +46,39 @@ def test_a_server_that_cannot_be_as_asked_says_so_in_one_line(
     assert (code, out) == (2, "")
     assert words in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (UserError("another process has the store open"), 2, "error: another process has"),
+        (ZeroDivisionError("planted"), 1, ""),
+    ],
+)
+def test_a_server_whose_engine_cannot_be_made_ends(monkeypatch, capsys, caplog, error, code, words):
+    def fail(*_):
+        raise error
+
+    make_server, guards = serve.make_server, []
+
+    def guarded(*given, **more):
+        """A server that stays up fails this test, not the whole run."""
+        server = make_server(*given, **more)
+        guards.append(threading.Timer(60, lambda: setattr(server, "should_exit", True)))
+        guards[0].start()
+        return server
+
+    monkeypatch.setattr(serve, "make", fail)
+    monkeypatch.setattr(serve, "make_server", guarded)
+    ended, _, err = call(serve.main, monkeypatch, capsys, "--port", 0)
+    assert guards[0].is_alive()
+    guards[0].cancel()
+    assert ended == code
+    listening, *told = err.splitlines()
+    assert "ready when /health says so" in listening
+    assert "".join(told).startswith(words)
+    assert len(told) == bool(words)
+    assert ("ZeroDivisionError" in caplog.text) == (code == 1)
 
 
 def test_a_server_is_named_after_its_checkpoint_and_uses_a_template_where_there_is_one(tmp_path):
