@@ -28,6 +28,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import json
 import math
 import pathlib
 import statistics
@@ -238,7 +239,8 @@ class Bench:
         return found, told["cpu_s"]
 
     def _requests(self, body: dict[str, Any]) -> list[Request]:
-        return asyncio.run(requests(self.served, CompletionBody.parse(body), ""))
+        size = len(json.dumps(body))
+        return asyncio.run(requests(self.served, CompletionBody.parse(body), "", size=size))
 
 
 def _take(watch: Watch, request: Request, engine: Engine) -> None:

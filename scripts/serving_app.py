@@ -98,9 +98,10 @@ class Api:
     async def _answer(self, request: Request, kind: type[Body]) -> Response:
         namespace = self._keys.namespace(request.headers.get("authorization"))
         self._thread.require_ready()
-        body = kind.parse(read_json(await self._read(request)))
+        content = await self._read(request)
+        body = kind.parse(read_json(content))
         self._require_model(body.model)
-        asked = await requests(self._served, body, namespace)
+        asked = await requests(self._served, body, namespace, size=len(content))
         reply = Reply(
             Head(chat=kind is ChatBody, model=self._served.name, fingerprint=self._fingerprint),
             self._names,

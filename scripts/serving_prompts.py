@@ -32,7 +32,8 @@ from models.text import Message, Text
 
 PLAIN_STOP = "\n\nuser:\n"
 SHORT = 20_000
-"""Characters that are encoded on the event loop; longer texts on another thread."""
+"""Bytes of a body whose prompts are encoded on the event loop; those of longer ones on another
+thread. Not characters: each of many prompts or messages takes its time, even one without text."""
 SEEDS = 2**32
 _DRAWN = random.Random()
 """Not the system's, which would let go of the interpreter for each request."""
@@ -61,24 +62,22 @@ class Served:
     """Seconds that a request may take."""
 
 
-async def requests(served: Served, body: Body, namespace: str) -> list[Request]:
+async def requests(served: Served, body: Body, namespace: str, *, size: int) -> list[Request]:
     """The engine's requests of one HTTP request, one a prompt.
 
     Args:
       served: the model.
       body: what is asked.
       namespace: of whoever asks; see ``serving_tenants``.
+      size: bytes of the body.
 
     Raises:
       ApiError: 400.
     """
-    prompts = await _prompts(served, body)
-    if len(prompts) * body.n > served.choices:
-        raise invalid(
-            f"{len(prompts)} prompts with n={body.n} are {len(prompts) * body.n} choices: at most "
-            f"{served.choices} at once",
-            param="n",
-        )
+    if size <= SHORT:
+        prompts = _prompts(served, body)
+    else:
+        prompts = await asyncio.to_thread(_prompts, served, body)
     top, sampling = body.top(), _sampling(body)
     if top is not None and top > served.logprobs:
         param = "logprobs" if isinstance(body, CompletionBody) else "top_logprobs"
@@ -106,15 +105,18 @@ def plain_chat(messages: Sequence[Message]) -> str:
     return "".join(turns) + "assistant:\n"
 
 
-async def _prompts(served: Served, body: Body) -> list[np.ndarray]:
+def _prompts(served: Served, body: Body) -> list[np.ndarray]:
     param = "messages" if isinstance(body, ChatBody) else "prompt"
     try:
         given: list[np.ndarray]
         if isinstance(body, ChatBody):
-            given = [await _chat_ids(served, body.turns())]
+            _check_choices(served, 1, body.n)
+            given = [_chat_ids(served, body.turns())]
         else:
             assert isinstance(body, CompletionBody)
-            given = [await _ids(served, prompt) for prompt in body.prompts()]
+            prompts = body.prompts()
+            _check_choices(served, len(prompts), body.n)
+            given = [_ids(served, prompt) for prompt in prompts]
         for ids in given:
             new = body.most_tokens() or 1
             if len(ids) + new > served.context:
@@ -129,20 +131,24 @@ async def _prompts(served: Served, body: Body) -> list[np.ndarray]:
         raise invalid(str(error), param=param) from error
 
 
-async def _ids(served: Served, prompt: str | list[int]) -> np.ndarray:
-    if not isinstance(prompt, str):
-        return prompt_ids(prompt)
-    if len(prompt) <= SHORT:
-        return served.text.encode(prompt)
-    return await asyncio.to_thread(served.text.encode, prompt)
+def _check_choices(served: Served, prompts: int, n: int) -> None:
+    """Before anything is encoded, which takes longest."""
+    if prompts * n > served.choices:
+        raise invalid(
+            f"{prompts} prompts with n={n} are {prompts * n} choices: at most {served.choices} at "
+            "once",
+            param="n",
+        )
 
 
-async def _chat_ids(served: Served, messages: list[dict[str, str]]) -> np.ndarray:
-    if not served.template:
-        return await _ids(served, plain_chat(messages))
-    if sum(len(message["content"]) for message in messages) <= SHORT:
+def _ids(served: Served, prompt: str | list[int]) -> np.ndarray:
+    return served.text.encode(prompt) if isinstance(prompt, str) else prompt_ids(prompt)
+
+
+def _chat_ids(served: Served, messages: list[dict[str, str]]) -> np.ndarray:
+    if served.template:
         return served.text.encode_chat(messages)
-    return await asyncio.to_thread(served.text.encode_chat, messages)
+    return served.text.encode(plain_chat(messages))
 
 
 def _new_tokens(served: Served, body: Body, prompt: int) -> int:

@@ -348,7 +348,7 @@ def test_a_cancellation_does_not_overtake_its_request(world):
 
     async def run():
         body = CompletionBody.parse(completion(max_tokens=50))
-        ticket = thread.submit(await requests(world.served(), body, ""), every_piece=False)
+        ticket = thread.submit(await requests(world.served(), body, "", size=0), every_piece=False)
         ticket.cancel()  # before the loop has handed it over
         world.turns.set()
         return [update.ended.finish for update in await ticket.news()]

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+import threading
 
 from engines import VOCAB
 from places import REPOSITORY
@@ -81,6 +82,40 @@ def test_each_bad_chat_is_refused_with_its_parameter(world):
              for name, (fields, *_) in REFUSED_CHATS.items()}  # fmt: skip
     wanted = {name: (400, code, param) for name, (_, code, param) in REFUSED_CHATS.items()}
     assert found == wanted
+
+
+def test_more_prompts_than_choices_are_refused_before_any_is_encoded(world, monkeypatch):
+    encoded = []
+    monkeypatch.setattr(world.text, "encode", encoded.append)
+    for many in (["a"] * (ROOM + 1), ["a"] * 30_000):
+        answer = ask(world.app(), json=completion(many))
+        assert error(answer) == (400, None, "n")
+    assert encoded == []
+
+
+def test_many_prompts_and_messages_are_encoded_beside_the_event_loop(world, monkeypatch):
+    """Also those without text: each takes its time."""
+    app, threads = world.app(), []
+
+    def note(how):
+        def noting(given, **more):
+            threads.append(threading.current_thread())
+            return how(given, **more)
+
+        return noting
+
+    for name in ("encode", "encode_chat"):
+        monkeypatch.setattr(world.text, name, note(getattr(world.text, name)))
+    empty = [{"role": "user", "content": ""}] * 1000
+    asked = chat() | {"messages": empty}
+    answer = ask(app, "/v1/chat/completions", json=asked)
+    assert error(answer)[:2] == (400, "context_length_exceeded")
+    answer = ask(app, json=completion(["a" * 1000] * 25))
+    assert error(answer)[:2] == (400, "context_length_exceeded")
+    assert len(threads) == 1 + 1 + 25
+    assert threading.main_thread() not in threads
+    assert ask(app, json=completion()).status_code == 200
+    assert threads[27:] == [threading.main_thread()], "a short one waits for no thread"
 
 
 def test_what_asks_for_nothing_is_taken(world):
