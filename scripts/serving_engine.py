@@ -8,8 +8,8 @@ r"""One thread that owns the engine, and what other threads hold of their reques
     news() <--one call a turn--- Update <----   what is new of every request
 
 Everything that touches the engine runs on its thread, its making included. A cancelled request has
-given back its slot before the next turn begins. A turn that raises ends the requests of that moment
-and empties the engine, which then goes on; one that raises several times in a row ends it.
+given back its slot before the next turn begins. A turn or a command that raises ends the requests
+of that moment and empties the engine, which then goes on; several turns in a row that raise end it.
 """
 
 import asyncio
@@ -305,14 +305,21 @@ class EngineThread:
             self.unmade = error
             self._give_up()
             return
-        self.backend, busy = backend, False
+        self.backend, busy, end = backend, False, State.FAILED
         with self._lock:
             self.state = State.STOPPING if self._stopping else State.READY
-        while self._close_s is None and self.state is not State.FAILED:
-            self._obey(backend, busy)
-            if self._close_s is None:
-                busy = self._turn(backend)
-        self._end(backend)
+        try:
+            while self._goes_on:
+                self._obey(backend, busy)
+                if self._goes_on:
+                    busy = self._turn(backend)
+            end = self._end(backend)
+        finally:  # whatever happened: nobody waits for a thread that is gone
+            self._give_up(end)
+
+    @property
+    def _goes_on(self) -> bool:
+        return self._close_s is None and self.state is not State.FAILED
 
     def _obey(self, backend: Backend, busy: bool) -> None:
         """Runs commands: those that are there, and where there is nothing to do waits for one."""
@@ -322,8 +329,17 @@ class EngineThread:
             else:
                 command = self._commands.get(timeout=self._patience(backend))
             while True:
-                command(backend)
+                self._guarded(backend, functools.partial(command, backend))
                 command = self._commands.get_nowait()
+
+    def _guarded(self, backend: Backend, what: Callable[[], T]) -> T | None:
+        """The result; None, and the engine emptied, where it raises."""
+        try:
+            return what()
+        except Exception:
+            LOG.exception("the engine failed")
+            self._mend(backend)
+            return None
 
     def _patience(self, backend: Backend) -> float:
         if backend.waiting:
@@ -331,15 +347,15 @@ class EngineThread:
         return IDLE_WITH_TIERS_S if backend.has_tiers else IDLE_S
 
     def _turn(self, backend: Backend) -> bool:
-        try:
+        """Whether there may be more to compute at once."""
+
+        def turn() -> bool:
             busy = backend.step()
-        except Exception:
-            LOG.exception("a turn of the engine failed")
-            self._mend(backend)
-            return True
-        self._failures = 0
-        self._tell()
-        return busy
+            self._tell()
+            self._failures = 0
+            return busy
+
+        return self._guarded(backend, turn) is not False
 
     def _submit(self, backend: Backend, ticket: Ticket, requests: Sequence[Request]) -> None:
         handles: list[Handle] = []
@@ -347,8 +363,7 @@ class EngineThread:
             for request in requests:
                 handles.append(backend.submit(request))
         except Exception as error:  # one request never ends the engine
-            for handle in handles:
-                backend.cancel(handle)
+            self._guarded(backend, lambda: [backend.cancel(handle) for handle in handles])
             if isinstance(error, UserError):
                 refusal = serving_errors.invalid(str(error))
             else:
@@ -371,8 +386,9 @@ class EngineThread:
     def _tell(self) -> None:
         """Hands what is new to the event loops: one call a loop and turn."""
         told: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, list[Update]]]] = {}
-        for ticket, running in list(self._running.items()):
-            updates = _new(ticket, running)
+        # All before any is closed: what raises leaves every ticket to be told of it.
+        found = [(ticket, run, _new(ticket, run)) for ticket, run in self._running.items()]
+        for ticket, running, updates in found:
             if updates:
                 told.setdefault(ticket.loop, []).append((ticket, updates))
             if all(given < 0 for given in running.given):
@@ -392,7 +408,7 @@ class EngineThread:
             self._open.pop(ticket, None)
 
     def _mend(self, backend: Backend) -> None:
-        """After a turn that raised: ends what ran, forgets everything, goes on."""
+        """After something raised: ends what ran, forgets everything, goes on."""
         self._failures += 1
         for ticket in list(self._running):
             self._finish(ticket, serving_errors.internal("the engine failed during this request"))
@@ -402,9 +418,11 @@ class EngineThread:
             backend.reset()
         except Exception:
             LOG.exception("the engine is given up")
-            self.state = State.FAILED
+            with self._lock:
+                self.state = State.FAILED
 
-    def _end(self, backend: Backend) -> None:
+    def _end(self, backend: Backend) -> State:
+        """The last state."""
         failed = self.state is State.FAILED
         try:
             stored = backend.close(timeout_s=self._close_s or 0.0)
@@ -413,7 +431,7 @@ class EngineThread:
         except Exception:
             LOG.exception("the engine could not be closed")
         self._tell()
-        self._give_up(State.FAILED if failed else State.STOPPED)
+        return State.FAILED if failed else State.STOPPED
 
     def _give_up(self, state: State = State.FAILED) -> None:
         """Nothing is run any more: whoever waits is told so."""

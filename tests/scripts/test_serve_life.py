@@ -126,6 +126,90 @@ def test_a_failed_turn_ends_its_requests_and_not_the_engine(world, monkeypatch):
     assert world.engine.counters.ended[Finish.CANCELLED] == 2  # nothing of them went on
 
 
+@pytest.mark.parametrize("resets", [True, False])
+def test_a_failed_cancellation_leaves_nobody_waiting(world, monkeypatch, caplog, resets):
+    app, cancel, sent = world.app(), world.engine.cancel, []
+    thread, reset, broken = world.thread, world.engine.reset, [True]
+
+    def fail(handle):
+        if broken and broken.pop():
+            raise RuntimeError("planted")
+        cancel(handle)
+
+    async def run():
+        gone = asyncio.Event()
+
+        async def receive(of):
+            await of.wait()
+            return {"type": "http.disconnect"}
+
+        def begin(of, sent):
+            body = completion(max_tokens=150)
+            return asyncio.ensure_future(call(app, body, lambda: receive(of), sent))
+
+        first, other = begin(gone, []), begin(asyncio.Event(), sent)
+        while thread.open < 2 or not world.engine.counters.new_tokens:
+            await asyncio.sleep(0.001)
+        world.turns.clear()  # neither ends meanwhile
+        gone.set()
+        await first
+        world.turns.set()
+        await asyncio.wait_for(other, 20)
+
+    monkeypatch.setattr(world.engine, "cancel", fail)
+    if not resets:
+        monkeypatch.setattr(world.engine, "reset", lambda: 1 / 0)
+    asyncio.run(run())
+    assert sent[0]["status"] == 500
+    assert "planted" in caplog.text
+    if resets:
+        assert ask(app, json=completion()).status_code == 200
+        return
+    thread._thread.join(10)
+    assert (thread.state, thread._thread.is_alive()) == (State.FAILED, False)
+    assert error(ask(app, json=completion()))[:2] == (503, "unavailable")
+    reset()
+
+
+def test_what_cannot_be_told_ends_with_an_error_whole_or_streamed(world, monkeypatch):
+    app, new, seen = world.app(), serving_engine._new, []
+
+    def fail(ticket, running):
+        updates = new(ticket, running)
+        if ticket.every_piece:
+            return updates
+        seen.append(ticket)
+        raise RuntimeError("planted")
+
+    async def together():
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            send = [
+                client.post("/v1/completions", json=completion(stream=stream, max_tokens=1))
+                for stream in (True, False)
+            ]
+            return [x.status_code for x in await asyncio.wait_for(asyncio.gather(*send), 20)]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(serving_engine, "_new", fail)
+        assert asyncio.run(together()) == [500, 500]
+    assert seen
+    assert ask(app, json=completion()).status_code == 200
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_ends_in_any_other_way_says_so(world, monkeypatch):
+    app = world.app()
+
+    def fail(*_):
+        raise SystemError("planted")
+
+    monkeypatch.setattr(world.thread, "_obey", fail)
+    world.thread._thread.join(10)
+    assert world.thread.state is State.FAILED
+    assert error(ask(app, json=completion()))[:2] == (503, "unavailable")
+
+
 def test_a_fault_of_the_tokenizer_fails_one_request_with_its_reason(world, monkeypatch):
     def feed(self, token):
         raise KeyError(token)
