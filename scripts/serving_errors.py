@@ -29,11 +29,11 @@ class ApiError(Exception):
         super().__init__(self.message)
 
     def body(self) -> dict[str, Any]:
-        """As JSON."""
+        """As JSON. Names in a client's JSON may hold halves of characters: they are spelled out."""
         fields = {
-            "message": self.message,
+            "message": _whole(self.message),
             "type": self.type,
-            "param": self.param,
+            "param": None if self.param is None else _whole(self.param),
             "code": self.code,
         }
         return {"error": fields}
@@ -41,6 +41,10 @@ class ApiError(Exception):
     def response(self) -> Response:
         """As a response."""
         return JSONResponse(self.body(), self.status, headers=dict(self.headers))
+
+
+def _whole(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def invalid(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:

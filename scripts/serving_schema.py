@@ -14,6 +14,8 @@ from typing import Any, ClassVar, NoReturn, Self
 import pydantic
 from serving_errors import invalid, unsupported
 
+MOST_SAMPLES = 2**31 - 1
+"""More than any server takes; a product with it can still be printed."""
 MOST_STOPS = 4
 NO_EFFECT = frozenset(
     {
@@ -83,7 +85,7 @@ class Body(_Strict):
     max_tokens: int | None = pydantic.Field(None, ge=1)
     temperature: float = 1.0
     top_p: float = 1.0
-    n: int = pydantic.Field(1, ge=1)
+    n: int = pydantic.Field(1, ge=1, le=MOST_SAMPLES)
     stream: bool = False
     stream_options: StreamOptions | None = None
     stop: Any = None

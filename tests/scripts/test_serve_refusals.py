@@ -32,6 +32,7 @@ REFUSED = {
     "seed": ({"seed": -1}, 400, None, "seed"),
     "n": ({"n": 0}, 400, None, "n"),
     "many choices": ({"n": ROOM + 1}, 400, None, "n"),
+    "choices without end": ({"n": 10**4299, "prompt": ["a"] * 20}, 400, None, "n"),
     "many logprobs": ({"logprobs": 5}, 400, None, "logprobs"),
     "empty stop": ({"stop": ""}, 400, None, "stop"),
     "many stops": ({"stop": ["a"] * 5}, 400, None, "stop"),
@@ -41,6 +42,7 @@ REFUSED = {
     "misspelt": ({"temprature": 1}, 400, "unknown_parameter", "temprature"),
     "of chats": ({"tools": []}, 400, "unknown_parameter", "tools"),
     "options": ({"stream_options": {}}, 400, None, "stream_options"),
+    "half a name": ({"\ud800": 1}, 400, "unknown_parameter", "\\ud800"),
 }
 
 
@@ -52,6 +54,7 @@ def test_each_bad_completion_is_refused_with_its_parameter(world):
     assert world.engine.counters.submitted == 0
 
 
+CHATS = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
 TOOL_CALLS = [{"role": "assistant", "content": "a", "tool_calls": [{}]}]
 REFUSED_CHATS = {
@@ -71,6 +74,11 @@ REFUSED_CHATS = {
         "response_format",
     ),
     "top": ({"top_logprobs": 2}, None, "top_logprobs"),
+    "half a field": (
+        {"messages": [{"role": "user", "content": "a", "\ud800": 1}]},
+        None,
+        "messages[0]",
+    ),
     "two limits": ({"max_completion_tokens": 9}, None, "max_tokens"),
     "of completions": ({"echo": False}, "unknown_parameter", "echo"),
 }
@@ -78,7 +86,7 @@ REFUSED_CHATS = {
 
 def test_each_bad_chat_is_refused_with_its_parameter(world):
     app = world.app()
-    found = {name: error(ask(app, "/v1/chat/completions", json=chat(**fields)))
+    found = {name: error(ask(app, CHATS, content=json.dumps(chat(**fields)), headers=JSON))
              for name, (fields, *_) in REFUSED_CHATS.items()}  # fmt: skip
     wanted = {name: (400, code, param) for name, (_, code, param) in REFUSED_CHATS.items()}
     assert found == wanted
