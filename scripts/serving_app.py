@@ -41,7 +41,8 @@ class ServerOptions:
     close_s: float = 30.0
     """Seconds in which what was published is stored at the end."""
     hosts: frozenset[str] | None = None
-    """Names that the Host header may have, beside this machine's own; None for any."""
+    """Names that the Host header may have, beside this machine's own; None for any. Capitals and
+    ports do not count."""
 
 
 class Api:
@@ -208,13 +209,13 @@ class HostCheck:
     """
 
     def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
-        self._app, self._hosts = app, hosts
+        self._app, self._hosts = app, frozenset(map(_host_name, hosts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes on what may come in."""
         if scope["type"] == "http":
             given = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
-            if not self._knows(_without_port(given)):
+            if not self._knows(_host_name(given)):
                 error = ApiError(403, f"this server does not answer to {given!r}: see --allow-host")
                 await error.response()(scope, receive, send)
                 return
@@ -236,10 +237,13 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _without_port(host: str) -> str:
+def _host_name(host: str) -> str:
+    """The name in a Host header, or in an option: small letters, no port and no brackets."""
     if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0].lower()
+        host = host[1:].partition("]")[0]
+    elif host.count(":") == 1:  # an option may be an IPv6 address without brackets
+        host = host.partition(":")[0]
+    return host.lower()
 
 
 async def _told(request: Request, error: Exception) -> Response:

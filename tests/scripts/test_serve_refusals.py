@@ -182,8 +182,13 @@ def test_only_known_keys_may_ask_where_there_is_a_list(world, tmp_path):
 
 
 def test_a_host_that_is_not_this_machine_is_refused(world):
-    app = world.app(options=ServerOptions(hosts=frozenset({"proxy.example"})))
-    for host in ("localhost:8000", "127.0.0.1", "[::1]:8000", "Proxy.example"):
-        headers = {"host": host}
-        assert ask(app, "/health", method="GET", headers=headers).status_code == 200
-    assert error(ask(app, "/health", method="GET", headers={"host": "rebound.example"}))[0] == 403
+    hosts = {"proxy.example", "API.Example.com", "other.example:8443", "2001:DB8::1"}
+    app = world.app(options=ServerOptions(hosts=frozenset(hosts)))
+    taken = ["localhost:8000", "127.0.0.1", "[::1]:8000", "Proxy.example"]
+    taken += ["api.example.com", "other.example:8443", "other.example", "[2001:db8::1]:8000"]
+    refused = ["rebound.example", "example.com", "2001"]
+    found = {
+        host: ask(app, "/health", method="GET", headers={"host": host}).status_code
+        for host in (*taken, *refused)
+    }
+    assert found == dict.fromkeys(taken, 200) | dict.fromkeys(refused, 403)
