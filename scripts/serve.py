@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import dataclasses
 import gc
+import math
 import pathlib
 import socket
 import sys
@@ -96,8 +97,8 @@ def check_arguments(args: argparse.Namespace) -> None:
     """
     least = {"context": 1, "slots": 1, "max_body_bytes": 1, "max_waiting": 0, "port": 0}
     least |= {"snapshots": 0, "host_tokens": 0, "store_tokens": 0, "grace": 0, "logprobs": 0}
-    if args.default_max_tokens is not None:
-        least["default_max_tokens"] = 1
+    given = [x for x in ("default_max_tokens", "tile") if getattr(args, x) is not None]
+    least |= dict.fromkeys(given, 1)
     for name, bound in least.items():
         if getattr(args, name) < bound:
             option = name.replace("_", "-")
@@ -106,6 +107,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise UserError(f"--logprobs must be at most {MOST_LOGPROBS}, got {args.logprobs}")
     if args.port > 65535:
         raise UserError(f"--port must be at most 65535, got {args.port}")
+    if not math.isfinite(args.grace):
+        raise UserError(f"--grace must be a number of seconds, got {args.grace}")
     if args.request_timeout is not None and not args.request_timeout > 0:
         raise UserError(f"--request-timeout must be above 0, got {args.request_timeout}")
     if args.rollout is None and (args.rollout_options or args.rollout_safe != "cold"):
@@ -256,11 +259,13 @@ def listen(host: str, port: int) -> socket.socket:
     """A socket that listens.
 
     Raises:
-      UserError: the address is taken, or none of this machine.
+      UserError: the address is taken, none of this machine, or none at all.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family)
+    except UnicodeError as error:
+        raise UserError(f"cannot listen on {host}: that is no name of a machine") from error
     except OSError as error:
         raise UserError(f"cannot listen on {host} port {port}: {error.strerror}") from error
 
