@@ -120,7 +120,9 @@ def _fields(path: pathlib.Path, number: int, line: str) -> dict[str, Any]:
         raise UserError(f'{path}, line {number}: write {{"prompt": "text"}}')
     new = fields.get("max_new_tokens")
     if new is not None and (type(new) is not int or new < 1):
-        raise UserError(f"{path}, line {number}: max_new_tokens is {new!r}, not an integer from 1 on")
+        raise UserError(
+            f"{path}, line {number}: max_new_tokens is {new!r}, not an integer from 1 on"
+        )
     return fields
 
 

@@ -7,9 +7,9 @@ expert number never indexes a split axis.
 
 XLA's partitioner does the rest. Trace a step under the mesh (``jax.set_mesh``, axes of type Auto):
 then kernels are split (``hybridkv.state.per_device``), and what a product gives is gathered before
-anything sums over it (``models.common.gathered``). Otherwise the partitioner splits the sums of norms and of
-index heads too, and there are no kernels. Bits depend on the mesh, which is part of a prefix's
-identity.
+anything sums over it (``models.common.gathered``). Otherwise the partitioner splits the sums of
+norms and of index heads too, and there are no kernels. Bits depend on the mesh, which is part of a
+prefix's identity.
 """
 
 import math
