@@ -48,18 +48,20 @@ def rewrite(
     if waiting:
         write(len(waiting))
     changes = [
-        (manifest, _with_places(manifest, moved, writer))
+        (manifest, _with_places(manifest, index.block_tokens, moved, writer))
         for manifest in index.ordered()
         if any(manifest.extension.digest(i) in moved for i in range(manifest.extension.blocks))
     ]
     return changes, unread
 
 
-def _with_places(manifest: Manifest, moved: dict[bytes, BlockPlace], writer: Writer) -> Manifest:
+def _with_places(
+    manifest: Manifest, block_tokens: int, moved: dict[bytes, BlockPlace], writer: Writer
+) -> Manifest:
     places = tuple(
         moved.get(manifest.extension.digest(number), place)
         for number, place in enumerate(manifest.places)
     )
-    changed = manifest.changed(places=places, folders=writer.records)
+    changed = manifest.changed(block_tokens, places=places, folders=writer.records)
     assert changed is not None  # it keeps all of its blocks
     return changed

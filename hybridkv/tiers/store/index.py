@@ -152,8 +152,12 @@ class Index:
         changes = []
         for owner, gone in owners.items():
             manifest = self.manifests[owner]
-            blocks = manifest.extension.blocks - gone
-            changes.append((manifest, manifest.changed(blocks=blocks, without_snapshots=ids)))
+            reduced = manifest.changed(
+                self.block_tokens,
+                blocks=manifest.extension.blocks - gone,
+                without_snapshots=ids,
+            )
+            changes.append((manifest, reduced))
         return sorted(changes, key=lambda x: _order(x[0]), reverse=True)
 
     def _add_children(self, digests: set[bytes]) -> frozenset[str]:

@@ -160,6 +160,7 @@ class Manifest:
 
     def changed(
         self,
+        block_tokens: int,
         *,
         blocks: int | None = None,
         without_snapshots: frozenset[str] = frozenset(),
@@ -169,6 +170,7 @@ class Manifest:
         """A copy of its first ``blocks`` blocks, without some snapshots; None when nothing is left.
 
         Args:
+          block_tokens: tokens of a block of the store.
           blocks: how many blocks stay; None for all.
           without_snapshots: ids that go.
           places: new places of the blocks that stay.
@@ -179,7 +181,6 @@ class Manifest:
         kept = [i for i, id_ in enumerate(self.snapshot_ids) if id_ not in without_snapshots]
         if not blocks and not kept:
             return None
-        tokens = extension.tokens[: extension.tokens.size // max(extension.blocks, 1) * blocks]
         places = self.places[:blocks] if places is None else places
         snapshot_ids = tuple(self.snapshot_ids[i] for i in kept)
         used = {f"{SEGMENTS}/{place.segment}" for place in places}
@@ -190,12 +191,11 @@ class Manifest:
             extension=normal(
                 dataclasses.replace(
                     extension,
-                    tokens=tokens,
+                    tokens=extension.tokens[: blocks * block_tokens],
                     digests=extension.digests[:blocks],
                     snapshots=tuple(extension.snapshots[i] for i in kept),
                 ),
-                # Tokens are gone with the last block, so its size is from before.
-                extension.tokens.size // max(extension.blocks, 1),
+                block_tokens,
             ),
             places=places,
             block_checks={k: v[:blocks] for k, v in self.block_checks.items()},
@@ -220,7 +220,7 @@ def normal(extension: Extension, block_tokens: int) -> Extension:
     if extension.blocks or not extension.snapshots:
         return extension
     last = max(extension.snapshots, key=lambda at: at.position)
-    first = last.position // block_tokens if block_tokens else extension.first
+    first = last.position // block_tokens
     return dataclasses.replace(extension, parent=last.digest, first=first)
 
 

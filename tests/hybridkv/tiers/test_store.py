@@ -240,6 +240,20 @@ def test_a_parent_outlives_its_children_and_its_snapshot(store, path):
     assert store.blocks == 2
 
 
+def test_the_deepest_of_several_snapshots_of_a_manifest_without_blocks_goes_alone(path):
+    ids = tokens(6)
+    with open_store(path) as store:
+        whole = commit(store, extension(ids)).extension
+        commit(store, extension(ids, first=6, snapshots=[2, 4]))
+        store.remove((), [store.find_snapshot(whole.digest(3))])
+        assert store.find_snapshot(whole.digest(3)) is None
+    with open_store(path) as store:
+        assert store.problems == ()
+        assert [len(x) for x in stores.read(store)] == [6, 1]
+        store.remove((), [store.find_snapshot(whole.digest(1))])
+        assert (store.blocks, store.snapshots) == (6, 0)
+
+
 def test_manifests_forget_a_block_before_the_disk_does(store, path):
     stored = commit(store, extension(tokens(3), snapshots=[3]))
     store._faults = Schedule([Planned(point=Point.DELETE, fault=Fault.CRASH)], crash=stores.crash)

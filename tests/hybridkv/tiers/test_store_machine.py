@@ -18,6 +18,10 @@ def ids(path: tuple[int, ...]) -> np.ndarray:
     return np.repeat(np.asarray(path, np.uint32), BLOCK)
 
 
+def deepest_first(paths: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    return sorted(paths, key=lambda path: (-len(path), path))
+
+
 class StoreMachine(RuleBasedStateMachine):
     """What the store should hold is a set of prefixes that is closed under prefixes."""
 
@@ -33,7 +37,7 @@ class StoreMachine(RuleBasedStateMachine):
     def digest(self, path):
         return extension(ids(path)).digest(len(path) - 1)
 
-    @rule(path=PATHS, snapshots=st.sets(st.integers(1, 5), max_size=2), data=st.data())
+    @rule(path=PATHS, snapshots=st.sets(st.integers(1, 5), max_size=4), data=st.data())
     def commit(self, path, snapshots, data):
         known = max(n for n in range(len(path) + 1) if not n or path[:n] in self.blocks)
         first = data.draw(st.integers(0, known))
@@ -41,6 +45,17 @@ class StoreMachine(RuleBasedStateMachine):
         what = extension(ids(path), first=first, snapshots=at)
         if not what.blocks and not at:
             return
+        self.put(path, what, at)
+
+    @precondition(lambda self: self.blocks)
+    @rule(data=st.data())
+    def commit_snapshots_alone(self, data):
+        path = data.draw(st.sampled_from(deepest_first(self.blocks)))
+        least, ends = min(2, len(path)), st.integers(1, len(path))
+        at = sorted(data.draw(st.sets(ends, min_size=least, max_size=4)))
+        self.put(path, extension(ids(path), first=len(path), snapshots=at), at)
+
+    def put(self, path, what, at):
         stored = stores.commit(self.store, what)
         assert [self.store.find(what.digest(i)) for i in range(what.blocks)] == list(stored.blocks)
         self.blocks |= {path[:n] for n in range(1, len(path) + 1)} if what.blocks else set()
@@ -62,7 +77,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.snapshots)
     @rule(data=st.data())
     def remove_a_snapshot(self, data):
-        path = data.draw(st.sampled_from(sorted(self.snapshots)))
+        path = data.draw(st.sampled_from(deepest_first(self.snapshots)))
         self.store.remove([], [self.store.find_snapshot(self.digest(path))])
         self.snapshots.remove(path)
 
