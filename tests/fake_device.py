@@ -37,6 +37,7 @@ from hybridkv.state.packing import block_spans, snapshot_spans, words_of
 from hybridkv.tiers.mover import Mover, Ticket
 from hybridkv.tiers.options import NOTHING, TierOptions
 from hybridkv.tiers.store import segments
+from hybridkv.tiers.store.folder import Folder
 
 GEOMETRY = toy_geometry()
 BLOCK = TILE = GEOMETRY.block_tokens
@@ -444,7 +445,10 @@ class World:
 
 @contextlib.contextmanager
 def quick_segments() -> Iterator[None]:
-    """Stores write plain files in place of Orbax checkpoints, which take 20 ms each."""
+    """Stores write plain files in place of Orbax checkpoints, which take 20 ms each.
+
+    Nothing waits until they are on the disk.
+    """
 
     def save(path: pathlib.Path, leaf: str, array: np.ndarray) -> None:
         path.mkdir(parents=True)
@@ -458,5 +462,6 @@ def quick_segments() -> Iterator[None]:
     with (
         mock.patch.object(segments, "save", save),
         mock.patch.object(segments, "start_read", start_read),
+        mock.patch.object(Folder, "sync"),
     ):
         yield

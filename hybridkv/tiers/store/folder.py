@@ -88,6 +88,21 @@ class Folder:
         """Writes a file at once and durably, or raises and leaves what was there."""
         self.kvstore.write(key, data).result()
 
+    def sync(self, names: Iterable[str]) -> None:
+        """Forces files and every folder on the way to them to the disk; returns when they are.
+
+        Raises:
+          OSError: one is not there or can't be forced.
+        """
+        files = [pathlib.PurePosixPath(name) for name in names]
+        folders = {parent for file in files for parent in file.parents}
+        for path in (*files, *sorted(folders, key=lambda x: -len(x.parts))):
+            handle = os.open(self.path / path, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+
     def delete(self, key: str) -> None:
         """Deletes a file, if it is there."""
         self.kvstore.write(key, None).result()

@@ -4,6 +4,9 @@
     remove   manifests without it, leaves first -> folders that nobody refers to       gone before
     compact  new segments -> manifests that refer to them -> old segments
 
+Orbax forces only some of its files to the disk, so all are forced there before the manifest, which
+demands them at their sizes: a power cut could leave it without them.
+
 One thread, which holds the store's lock. Raises whatever the file system raises: the store turns it
 into one line and undoes what was made.
 """
@@ -45,6 +48,8 @@ class Writer:
         """Names that are written or half written, in order."""
         self.records: dict[str, FolderRecord] = {}
         """Of folders that were written whole."""
+        self._unsynced: list[str] = []
+        """Files of theirs that a power cut could still take away."""
 
     def segments(self, blocks: Sequence[UInt32[np.ndarray, " block_words"]]) -> list[BlockPlace]:
         """Writes blocks, some of them a segment, and says where each is."""
@@ -75,6 +80,7 @@ class Writer:
         files = self._folder.records(name)
         raw = self._raw(name, files, array)
         self.records[name] = FolderRecord(rows=rows, files=files, raw=raw)
+        self._unsynced += [f"{name}/{file}" for file in files]
         return id_
 
     def _raw(
@@ -104,6 +110,8 @@ class Writer:
         manifests.decode(manifest.id, data, self._layout)  # a reader must accept it
         path = self._folder.path / manifest.key
         before = None if new else self._folder.read(manifest.key, manifests.MOST_BYTES)
+        self._folder.sync(self._unsynced)
+        self._unsynced.clear()
         written = self._faults.reach(Point.WRITE_MANIFEST, data, path)
         if new:
             self.made.append(manifest.key)

@@ -1,5 +1,7 @@
 """A writer that dies or fails anywhere leaves a store that is whole."""
 
+import os
+import pathlib
 import shutil
 import signal
 import subprocess
@@ -7,10 +9,11 @@ import sys
 
 import pytest
 import stores
+from hand_workers import Hook
 from places import REPOSITORY
 from stores import Crash, extension, open_store, tokens
 
-from hybridkv.tiers.faults import SENSIBLE, Fault, Planned, Point, Schedule
+from hybridkv.tiers.faults import NO_FAULTS, SENSIBLE, Fault, Planned, Point, Schedule
 from hybridkv.tiers.store import segments
 from hybridkv.tiers.store.records import Damaged, StoreError, StoreWriteError
 
@@ -174,6 +177,38 @@ def test_a_compaction_that_stops_half_way_loses_nothing(tmp_path, point, nth, fa
             assert len(stores.read(store)[0]) == 2
             store.compact()
     assert_whole(path, 2, 0)
+
+
+def test_all_that_a_manifest_names_is_forced_to_the_disk_before_it_is_written(path, monkeypatch):
+    """After a power cut a manifest that is there finds its files, at their sizes."""
+    synced, force = set(), os.fsync
+
+    def fsync(handle: int) -> None:
+        force(handle)
+        synced.add(os.fstat(handle)[1:3])  # inode and device
+
+    def must_be_synced(_: int) -> None:
+        new = below() - before
+        assert {x.name for x in new} >= {"commit_success.txt", "_METADATA", "zarr.json", "0"}
+        way = {parent for x in new for parent in x.parents if parent.is_relative_to(path)}
+        assert [x for x in new | way if x.stat()[1:3] not in synced] == []
+
+    def below() -> set[pathlib.Path]:
+        return {x for group in ("segments", "snapshots") for x in (path / group).rglob("*")}
+
+    monkeypatch.setattr("os.fsync", fsync)
+    with open_store(path) as store:
+        before = below()
+        store._faults = Hook(Point.WRITE_MANIFEST, must_be_synced)
+        more = stores.commit(store, child())
+        assert store._faults.reached == 1
+        store._faults = NO_FAULTS
+        store.remove(more.blocks[1:], more.snapshot_ids)
+        before = below()
+        synced.clear()
+        store._faults = Hook(Point.WRITE_MANIFEST, must_be_synced)
+        assert store.compact() > 0
+        assert store._faults.reached == 1
 
 
 READS = (Point.OPEN, Point.LIST, Point.READ_MANIFEST, Point.READ_SEGMENT, Point.READ_SNAPSHOT)
