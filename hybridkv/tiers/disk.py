@@ -22,7 +22,7 @@ from hybridkv.kinds import Kind
 from hybridkv.prefixes.directory import Directory
 from hybridkv.prefixes.needs import block_kinds, snapshot_kinds
 from hybridkv.tiers.store import Store
-from hybridkv.tiers.store.records import Extension, StoredExtension
+from hybridkv.tiers.store.records import Extension, StoredExtension, StoreWriteError
 
 MOST_UNREAD = 3
 """Reads of one entry that may fail until its bytes leave the store, though they may be whole."""
@@ -38,8 +38,15 @@ class Removals:
     def __bool__(self) -> bool:
         return bool(self.blocks or self.snapshots)
 
-    def apply(self, store: Store, *, compact_share: float) -> None:
+    def apply(self, store: Store, *, compact_share: float | None) -> StoreWriteError | None:
         """Removes them, then compacts the store if so much of it is dead. On the writer's thread.
+
+        Args:
+          store: which they are in.
+          compact_share: beyond which share of dead bytes it is compacted; None for not now.
+
+        Returns:
+          Why it could not be compacted: what was to be removed is gone all the same.
 
         Raises:
           StoreWriteError: a file could not be changed; may be tried again.
@@ -47,8 +54,13 @@ class Removals:
         blocks = [place for x in self.blocks if (place := store.find(x)) is not None]
         snapshots = [id_ for x in self.snapshots if (id_ := store.find_snapshot(x)) is not None]
         store.remove(blocks, snapshots, with_children=True)
-        if store.dead_bytes > compact_share * store.bytes_used:
+        if compact_share is None or store.dead_bytes <= compact_share * store.bytes_used:
+            return None
+        try:
             store.compact()
+        except StoreWriteError as error:
+            return error
+        return None
 
 
 class DiskTier:

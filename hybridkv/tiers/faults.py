@@ -47,7 +47,7 @@ class Point(enum.Enum):
     DELETE = "delete"
     """Something that no manifest refers to any more is about to be deleted."""
     COMPACT = "compact"
-    """Segments were written anew, no manifest refers to the new ones yet."""
+    """A segment was written in the place of others, no manifest refers to it yet."""
     LOCK = "lock"
     """The writer's lock is about to be taken."""
     HOST_STORE = "host_store"

@@ -39,7 +39,7 @@ MOST_BLOCKS = 64
 _IN_FLIGHT = 2
 """Jobs of each worker that are prepared ahead."""
 PAUSE_S = 30.0
-"""After a write that failed nothing is written for so long."""
+"""After a write that failed nothing is written for so long, after a compaction none is begun."""
 NO_ENTRIES = np.empty(0, np.int32)
 
 
@@ -85,7 +85,8 @@ class Storing:
         self._for_disk: _Prefixes = collections.OrderedDict()
         self._to_host: collections.deque[_Job] = collections.deque()
         self._to_disk: collections.deque[_Job] = collections.deque()
-        self._removing: tuple[Removals, Future[None]] | None = None
+        self._removing: tuple[Removals, Future[StoreWriteError | None]] | None = None
+        self._compact_from = -float("inf")
         self._paused_until = dict.fromkeys(Tier, -float("inf"))
 
     @property
@@ -426,12 +427,15 @@ class Storing:
         if disk is None or self._removing or not self._must_remove:
             return
         removals, disk.to_remove = disk.to_remove, Removals()
-        share = self._compact_share
+        share = self._compact_share if self._clock() >= self._compact_from else None
         future = self._writer.submit(lambda: removals.apply(disk.store, compact_share=share))
         self._removing = removals, future
 
     def _removed(self) -> int:
-        """Ends a removal; one that failed is tried again, with what came since."""
+        """Ends a removal; one that failed is tried again, with what came since.
+
+        A compaction that failed is not: with the removals of a while later another one begins.
+        """
         if self._removing is None or not self._removing[1].done():
             return 0
         assert self._disk is not None
@@ -441,6 +445,9 @@ class Storing:
             self._failed(Tier.DISK, error)
             self._disk.to_remove.blocks += removals.blocks
             self._disk.to_remove.snapshots += removals.snapshots
+        elif (uncompacted := future.result()) is not None:
+            self._counters.note_failed_store(Tier.DISK, uncompacted)
+            self._compact_from = self._clock() + PAUSE_S
         return 1
 
     # Both.

@@ -26,15 +26,16 @@ from jaxtyping import UInt32
 from hybridkv.prefixes.identity import Identity
 from hybridkv.tiers.digests import kind_digests, row_digests
 from hybridkv.tiers.faults import NO_FAULTS, Faults, Point
+from hybridkv.tiers.store import compact as compaction
 from hybridkv.tiers.store import header as store_header
 from hybridkv.tiers.store import manifest as manifests
-from hybridkv.tiers.store.compact import rewrite
 from hybridkv.tiers.store.folder import Folder, one_line
 from hybridkv.tiers.store.header import Header
 from hybridkv.tiers.store.index import Index
 from hybridkv.tiers.store.manifest import MANIFESTS, SEGMENTS, SNAPSHOTS, Manifest
 from hybridkv.tiers.store.reading import StoreReader
 from hybridkv.tiers.store.records import (
+    WORD_BYTES,
     BlockPlace,
     Damaged,
     Extension,
@@ -217,21 +218,33 @@ class Store(StoreReader):
         changes = self._index.reduced(blocks, snapshots, with_children=with_children)
         self._apply(changes, Writer(self._folder, self.layout, self._faults))
 
-    def compact(self) -> int:
+    def compact(self, *, beyond_capacity: bool = False) -> int:
         """Writes segments anew of which less than half is alive; returns the bytes freed.
 
         Places of their blocks change, when nobody is ``reading``: ``find`` and ``extensions`` tell
-        the new ones. A segment that can't be read stays as it is, and stands in ``problems``.
+        the new ones. A segment that can't be read stays as it is, and stands in ``problems``; one
+        for whose rows the capacity has no room stays too, for another time.
+
+        Args:
+          beyond_capacity: goes on where it has none, and takes a segment's bytes more meanwhile.
 
         Raises:
-          StoreWriteError: a file could not be changed; what is left is whole.
+          StoreWriteError: a file could not be changed; what is left is whole, and segments that
+            were written anew before stay so.
         """
         self._check_writer()
-        before = self._bytes
+        before, row_bytes = self._bytes, self.layout.block_words * WORD_BYTES
+        for group in compaction.groups(self._index, self.layout.segment_blocks):
+            needed = compaction.needed_bytes(self._index, group, row_bytes)
+            if beyond_capacity or self._has_room(needed):
+                self._compact(group)
+        return before - self._bytes
+
+    def _compact(self, group: Sequence[str]) -> None:
+        """Writes one segment in the place of several."""
         writer = Writer(self._folder, self.layout, self._faults)
         try:
-            size = self.layout.segment_blocks
-            changes, unread = rewrite(self._index, writer, self._read_one, size)
+            changes, unread = compaction.rewrite(self._index, writer, self._read_one, group)
             self._bytes += sum(record.bytes for record in writer.records.values())
             if changes:
                 self._faults.reach(Point.COMPACT)
@@ -243,7 +256,6 @@ class Store(StoreReader):
         with self._gate.moving():
             self._apply(changes, writer)
         self._remember_unread(unread)
-        return before - self._bytes
 
     def discard_problems(self, progress: Progress | None = None) -> int:
         """Removes what can't be used; returns the bytes freed.
@@ -334,8 +346,11 @@ class Store(StoreReader):
         if any(x not in own and x not in self._index.blocks for x in below):
             raise StoreError("the extension goes on from what is not committed: commit that first")
 
+    def _has_room(self, needed: int) -> bool:
+        return self._capacity is None or self._bytes + needed <= self._capacity
+
     def _check_space(self, needed: int) -> None:
-        if self._capacity is not None and self._bytes + needed > self._capacity:
+        if not self._has_room(needed):
             raise StoreFullError(
                 f"the store {self.path} has {self._bytes:,} of {self._capacity:,} bytes and "
                 f"{needed:,} more were to be written: remove prefixes first"

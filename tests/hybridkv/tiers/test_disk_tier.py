@@ -1,11 +1,17 @@
 """What is in a store is found again, as far as there are places, and forgotten when it is gone."""
 
+import errno
+import os
+
 import numpy as np
 import pytest
 from fake_device import BLOCK, MOVED, World, ids_of, pools, quick_segments
+from hand_workers import Hook
 
 from hybridkv.blocks.entries import Form, Tier
 from hybridkv.prefixes.plan import Miss
+from hybridkv.tiers.faults import NO_FAULTS, Point
+from hybridkv.tiers.storing import PAUSE_S
 from hybridkv.tiers.tickets import RestoreState
 
 IDS = ids_of(8, 1)
@@ -205,6 +211,46 @@ def test_what_is_mostly_dead_is_written_anew_beyond_a_share_of_the_store(tmp_pat
     assert store.verify() == []
     assert world.start_of(IDS) == 4 * BLOCK
     world.at_rest()
+
+
+def test_a_compaction_that_fails_is_told_and_keeps_nothing_from_being_written(tmp_path):
+    world = World(disk=pools(64), path=tmp_path / "s")
+    for seed in range(4):
+        world.publish(ids_of(3, seed))
+    world.stored()
+    full = Hook(Point.WRITE_SEGMENT, fails)
+    mover, counters = world.mover, world.mover.counters
+
+    def give_up(block: int, *seeds: int) -> None:
+        for seed in seeds:
+            world.allocator.drain(world.run(ids_of(3, seed))[[block]], Tier.DISK)
+        world.settle()
+
+    mover.store._faults = full
+    give_up(2, 0, 1, 2, 3)
+    assert full.reached == 0  # most is alive
+    give_up(1, 0, 1, 2, 3)
+    assert full.reached == counters.failed_stores[Tier.DISK] == 1
+    assert "No space left" in counters.last_error
+    assert not mover._disk.to_remove
+    assert not mover._storing.paused
+    world.publish(ids_of(3, 9))
+    mover.store._faults = NO_FAULTS
+    world.stored()
+    assert all(world.there(world.run(ids_of(3, 9)), Tier.DISK))
+    mover.store._faults = full
+    give_up(0, 0)
+    assert full.reached == 1  # not after each removal
+    mover.store._faults = NO_FAULTS
+    world.device.now += PAUSE_S
+    give_up(0, 1)
+    assert mover.store.dead_bytes == 0
+    assert mover.store.verify() == []
+    world.at_rest()
+
+
+def fails(_: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["loaded", "read ahead"])

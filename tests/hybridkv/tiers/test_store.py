@@ -6,6 +6,7 @@ import os
 import numpy as np
 import pytest
 import stores
+from hand_workers import Hook
 from stores import commit, extension, open_store, tokens
 
 from hybridkv import geometry
@@ -294,6 +295,43 @@ def test_compaction_moves_what_is_alive_out_of_segments_that_are_mostly_dead(pat
         assert stores.read(store)[0] == want
     with open_store(path) as store:
         assert stores.read(store)[0] == want
+
+
+@pytest.mark.parametrize("short", [0, 1], ids=["room for one segment", "a byte less"])
+def test_compaction_never_takes_more_than_the_capacity(path, short):
+    seen = []
+    with open_store(path) as store:
+        for seed in range(6):
+            stored = commit(store, extension(tokens(3, seed)))
+            store.remove(stored.blocks[1:])
+        before, dead = store.bytes_used, store.dead_bytes
+        segment = sum(stores.files(path / "segments" / stored.blocks[0].segment).values())
+    with open_store(path, capacity_bytes=before + segment - short) as store:
+        store._faults = Hook(Point.COMPACT, lambda _: seen.append(sum(stores.files(path).values())))
+        freed = store.compact()
+        assert (freed > 0, store.dead_bytes) == ((False, dead) if short else (True, 0))
+        assert max(seen, default=0) <= store.capacity_bytes
+        assert len(os.listdir(path / "segments")) == (6 if short else 2)
+        assert store.verify() == []
+        assert len(stores.read(store)[0]) == 6
+        store.compact(beyond_capacity=True)
+        assert store.dead_bytes == 0
+
+
+def test_a_compaction_that_stops_keeps_the_segments_that_were_done(path):
+    with open_store(path) as store:
+        for seed in range(6):
+            stored = commit(store, extension(tokens(3, seed)))
+            store.remove(stored.blocks[1:])
+        fault = Planned(point=Point.WRITE_SEGMENT, fault=Fault.NO_SPACE, nth=2)
+        store._faults = Schedule([fault])
+        with pytest.raises(StoreWriteError, match="No space left"):
+            store.compact()
+        assert len(os.listdir(path / "segments")) == 1 + 3
+        assert store.bytes_used == sum(stores.files(path).values())
+        assert store.compact() > 0
+        assert len(os.listdir(path / "segments")) == 2
+        assert len(stores.read(store)[0]) == 6
 
 
 def test_compaction_leaves_a_damaged_segment_alone_and_says_so(store, path):
