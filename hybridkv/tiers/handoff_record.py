@@ -217,13 +217,7 @@ class HandOff:
             parts = _parts(outer.pop("__metadata__", None))
             _check_lengths(outer, parts, len(data))
             tensors = safetensors.numpy.load(data)
-        except (
-            ValueError,
-            TypeError,
-            KeyError,
-            RecursionError,
-            safetensors.SafetensorError,
-        ) as why:
+        except (*_MALFORMED, safetensors.SafetensorError) as why:
             if isinstance(why, HandOffRefused):
                 raise
             raise HandOffRefused(f"{_refused()}: {one_line(why)}") from None
@@ -292,6 +286,8 @@ def _parts(metadata: Any) -> dict[str, Any]:
     if not isinstance(metadata, dict) or set(metadata) != {_HEADER, _CHECK}:
         raise HandOffRefused(f"{_refused()}: it has no header", Kind.DISK_PREFIX)
     text = metadata[_HEADER]
+    if not isinstance(text, str):
+        raise HandOffRefused(f"{_refused()}: its header is no text", Kind.DISK_PREFIX)
     if xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogatepass")) != metadata[_CHECK]:
         raise HandOffRefused(f"{_refused()}: its header does not have its digest", Kind.DISK_PREFIX)
     header = json.loads(text)

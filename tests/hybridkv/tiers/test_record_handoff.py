@@ -55,6 +55,12 @@ def taken_apart(data=DATA):
     return dict(safetensors.numpy.load(data)), json.loads(data[8 : 8 + size])["__metadata__"]
 
 
+def one_replaced():
+    """The metadata with a value in it that is no text."""
+    metadata = taken_apart()[1]
+    return [metadata | {name: value} for name in metadata for value in (5, [], None)]
+
+
 def refused(data, part=None, kind=None):
     with pytest.raises(HandOffRefused) as caught:
         HandOff.from_bytes(data)
@@ -159,6 +165,16 @@ def test_a_header_with_a_right_digest_and_a_wrong_field_is_refused(field, value)
         assert HandOff.from_bytes(data).decode == "x"
     else:
         refused(data)
+
+
+@pytest.mark.parametrize("metadata", [{"header": 5, "xxh3_128": "x"}, *one_replaced()])
+def test_metadata_that_is_no_text_is_refused(metadata):
+    """safetensors writes none, so that its header is made here."""
+    size = int.from_bytes(DATA[:8], "little")
+    outer = json.loads(DATA[8 : 8 + size]) | {"__metadata__": metadata}
+    text = json.dumps(outer).encode()
+    data = len(text).to_bytes(8, "little") + text + DATA[8 + size :]
+    refused(data, "header", Kind.DISK_PREFIX)
 
 
 def test_what_ends_early_is_refused_at_every_length():
