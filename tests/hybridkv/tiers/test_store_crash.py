@@ -1,5 +1,6 @@
 """A writer that dies or fails anywhere leaves a store that is whole."""
 
+import errno
 import os
 import pathlib
 import shutil
@@ -209,6 +210,21 @@ def test_all_that_a_manifest_names_is_forced_to_the_disk_before_it_is_written(pa
         store._faults = Hook(Point.WRITE_MANIFEST, must_be_synced)
         assert store.compact() > 0
         assert store._faults.reached == 1
+
+
+def test_what_can_not_be_forced_to_the_disk_is_not_committed(path, monkeypatch):
+    def fails(handle: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    before = stores.files(path)
+    with open_store(path) as store:
+        monkeypatch.setattr("os.fsync", fails)
+        with pytest.raises(StoreWriteError, match="Input/output error"):
+            stores.commit(store, child())
+        assert stores.files(path) == before
+        monkeypatch.undo()
+        stores.commit(store, child())
+    assert_whole(path, 7, 3)
 
 
 READS = (Point.OPEN, Point.LIST, Point.READ_MANIFEST, Point.READ_SEGMENT, Point.READ_SNAPSHOT)
