@@ -95,14 +95,9 @@ def check_arguments(args: argparse.Namespace) -> None:
     Raises:
       UserError: either.
     """
-    least = {"context": 1, "slots": 1, "max_body_bytes": 1, "max_waiting": 0, "port": 0}
-    least |= {"snapshots": 0, "host_tokens": 0, "store_tokens": 0, "grace": 0, "logprobs": 0}
-    given = [x for x in ("default_max_tokens", "tile") if getattr(args, x) is not None]
-    least |= dict.fromkeys(given, 1)
-    for name, bound in least.items():
-        if getattr(args, name) < bound:
-            option = name.replace("_", "-")
-            raise UserError(f"--{option} must be at least {bound}, got {getattr(args, name)}")
+    own = {"slots": 1, "max_body_bytes": 1, "max_waiting": 0, "port": 0, "host_tokens": 0}
+    own |= {"grace": 0, "logprobs": 0, "default_max_tokens": 1}
+    command_line.check_least(args, decode_models.LEAST | own)
     if args.logprobs > MOST_LOGPROBS:
         raise UserError(f"--logprobs must be at most {MOST_LOGPROBS}, got {args.logprobs}")
     if args.port > 65535:
