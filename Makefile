@@ -23,11 +23,11 @@ smollm2: .venv/.smollm2
 	  --ask "How much does a new lamp cost?"
 
 test: .venv/.dev
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # What is marked long: benchmarks from end to end, a model on two devices.
 test-long: .venv/.dev
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m long
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m long
 
 # What depends on JAX most, with the newest one, on the first Python >= 3.12 that runs: the cache's
 # functions, the models' bits, the engine's steps, XLA's kernels, moves and SparseCores.
@@ -39,7 +39,7 @@ NEXT := hybridkv/state models/llama models/test_text.py test_house.py \
   test_index_scores.py test_packing.py test_tpu_gather.py test_tpu_moves.py test_gpu_moves.py)
 
 test-next: .venv-next/.dev
-	$(NEXT_BIN)/python -m pytest -n $(JOBS) --dist loadfile $(addprefix tests/,$(NEXT))
+	$(NEXT_BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(addprefix tests/,$(NEXT))
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

@@ -128,5 +128,5 @@ def test_a_stored_type_without_a_meaning_as_numbers_is_named(tmp_path):
 def test_the_missing_package_is_named_with_the_extra(tmp_path, monkeypatch):
     path = write(tmp_path / "a.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(UserError, match=r"needs the gguf package: pip install 'hybridkv\[gguf\]'"):
+    with pytest.raises(UserError, match=r"needs the gguf package: pip install -e '.\[gguf\]'"):
         open_gguf(path)
