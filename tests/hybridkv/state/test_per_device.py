@@ -150,3 +150,6 @@ def test_a_mesh_with_explicit_axes_is_refused_with_what_to_write():
         per_device.on_mesh()
     with jax.set_mesh(mesh_of((2, 1))):
         assert per_device.on_mesh()
+    one = jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(one):  # nothing is split
+        assert not per_device.on_mesh()
